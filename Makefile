@@ -33,7 +33,7 @@ CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/minid
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py \
 	tests/miniddp/test_ddp_equals_torch.py
 
-.PHONY: help setup book html serve notebook figures figures-stills update lab check check-types check-core check-tests test test-all test-site test-pages test-figures test-cluster gpu versions clean
+.PHONY: help setup book html serve notebook figures figures-stills update lab check check-types check-core check-tests test test-all test-site test-pages test-figures test-cluster gpu versions lock clean
 
 help:
 	@echo "I want to read the book"
@@ -57,14 +57,14 @@ help:
 	@echo "  make gpu                prove on the GPUs here what a CPU cannot [ARGS=…]"
 	@echo "  make test-cluster       two hosts and a Slurm on this machine (Linux, as root)"
 	@echo "  make versions TORCH=V   the tests of miniddp on torch V, in a scratch environment"
+	@echo "  make lock               write locked.txt: what constraints.txt pins, with hashes"
 	@echo "I want to start over"
 	@echo "  make clean              remove what was built, and .venv"
 	@echo "All but versions and clean set up .venv. PIP_OPTIONS=… takes options of pip; VENV=/path reuses the torch of another"
 	@echo "environment; PYTHON=python3.12 chooses the interpreter."
 
 # --editable puts all of src/ on the path, so labkit and grader can be imported, too.
-$(READY): requirements.txt constraints.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("This project needs Python 3.11 or newer; %s is %s. Choose another with: make … PYTHON=python3.12" % (sys.executable, sys.version.split()[0]))'
+$(READY): requirements.txt constraints.txt locked.txt pyproject.toml
 	@echo "Setting up $(ENVIRONMENT) (once) …"
 	@$(PYTHON) tools/set_up.py $(ENVIRONMENT) $(if $(VENV),--reuse '$(VENV)') --pip-options='$(PIP_OPTIONS)'
 	@echo '$(VENV)' > $@
@@ -136,9 +136,13 @@ figures-stills: $(READY)
 gpu: $(READY)
 	@$(BIN)/python -m tests.gpu $(ARGS)
 
-# Prints one row of the table in CONTRIBUTING.md. Downloads torch, with its CUDA packages 5.6 GB.
+# Prints one row of the table in tools/README.md. Downloads torch, with its CUDA packages 5.6 GB.
 versions:
 	@$(PYTHON) tools/torch_versions.py $(TORCH)
+
+# No configuration: the hashes are those of the public index. Torch has another build for each device.
+lock: $(READY)
+	@grep -v '^torch==' constraints.txt | $(BIN)/uv pip compile --no-config --quiet --universal --no-deps --no-annotate --custom-compile-command 'make lock' --generate-hashes --output-file locked.txt -
 
 # Opens a copy, in notebooks/: a reader's changes do not touch what the tests compare.
 notebook: $(READY)
@@ -148,7 +152,7 @@ update: $(READY)
 	@$(BIN)/python -m labkit.book.chapters update $(CHAPTER)
 
 lab: $(READY)
-	@test -f labs/$(LAB_NAME).py || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l 'labkit.launch.lab' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
+	@test -f 'labs/$(LAB_NAME).py' || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l 'labkit.launch.lab' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
 	@grep -q 'labkit.launch.lab' labs/$(LAB_NAME).py || { echo "labs/$(LAB_NAME).py starts its own ranks: $(BIN)/python labs/$(LAB_NAME).py $(ARGS)" >&2; exit 2; }
 	@$(BIN)/python -m labkit.launch.nodes --lab --nodes 1 --nproc-per-node '$(RANKS)' labs/$(LAB_NAME).py $(ARGS)
 

@@ -4,13 +4,15 @@ import contextlib
 import gc
 import itertools
 import os
+from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from labkit.launch.concurrency import workers
 from labkit.launch.forks import shared_server
+from labkit.launch.memory import workers
 
 # One thread per process: each test starts processes that are as many as the cores, or more. Threads
 # of several processes on one core wait for each other in a loop: what takes a second takes ten.
@@ -39,22 +41,13 @@ SLOW = 10  # seconds, with the other workers' tests beside it
 # What takes longest starts first, so that no worker is left with it at the end. Whole files go to a
 # worker (--dist=loadfile), in the order of their first tests (--no-loadscope-reorder; otherwise
 # pytest-xdist sorts them by their number of tests). The others keep their order.
-LONGEST_FIRST = (
-    "tests/grader/test_release.py",
-    "tests/torch_suite/test_torch_suite.py",
-    "tests/grader/test_hostile.py",
-    "tests/grader/test_right.py",
-    "tests/test_labs.py",
-    "tests/test_benchmarks.py",
-    "tests/miniddp/test_ladder.py",
-    "tests/test_lab_results.py",
-    "book/puzzles/accumulate_vs_ddp.ipynb",
-    "book/start/what_is_averaged.ipynb",
-    "book/surprises/museum.ipynb",
-    "book/scale/when_a_node_fails.ipynb",
-    "book/build/the_wrapper.ipynb",
-    "tests/labkit/launch/test_ranks.py",
-)
+# `pytest --store-longest` measures them: of the files that it runs, those over LONG seconds.
+LONGEST_FIRST = Path(__file__).parent / "tests" / "longest_first.txt"
+LONG = 30
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--store-longest", action="store_true", help=f"write {LONGEST_FIRST.name}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,9 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Move the longest files to the front; the order within a file stays as it is."""
-    places = [config.rootpath / name for name in LONGEST_FIRST]
-    if gone := [str(place) for place in places if not place.is_file()]:
-        raise pytest.UsageError(f"LONGEST_FIRST in conftest.py names no file: {', '.join(gone)}")
+    places = [config.rootpath / name for name in LONGEST_FIRST.read_text().split()]
     items.sort(key=lambda item: places.index(item.path) if item.path in places else len(places))
 
 
@@ -78,17 +69,23 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return workers()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the tests that take long and are in `make test`: CONTRIBUTING.md says what to do."""
-    took: dict[str, float] = {}
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Name the tests that take long and are in `make test`; store the files that take longest."""
+    took, of_files = Counter[str](), Counter[str]()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
-        if isinstance(report, pytest.TestReport) and "slow" not in report.keywords:
-            took[report.nodeid] = took.get(report.nodeid, 0) + report.duration
-    long = {name: time for name, time in took.items() if time > SLOW and ".ipynb" not in name}
-    if long:
+        if isinstance(report, pytest.TestReport):
+            of_files[report.nodeid.partition("::")[0]] += report.duration
+            if "slow" not in report.keywords and ".ipynb" not in report.nodeid:
+                took[report.nodeid] += report.duration
+    if long := [(name, time) for name, time in took.most_common() if time > SLOW]:
         terminalreporter.section(f"took over {SLOW} s, without the mark slow")
-    for name in sorted(long, key=long.__getitem__, reverse=True):
-        terminalreporter.write_line(f"{long[name]:6.1f} s  {name}")
+        for name, time in long:
+            terminalreporter.write_line(f"{time:6.1f} s  {name}")
+    if config.getoption("--store-longest"):
+        longest = [name for name, time in of_files.most_common() if time > LONG]
+        LONGEST_FIRST.write_text("".join(f"{name}\n" for name in longest))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -69,12 +69,12 @@ class WayOutcome(NamedTuple):
 
 
 def replicated(module: nn.Module) -> tuple[nn.Module, Optimizer]:
-    model = DistributedDataParallel(module)
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     return model, SGD(model.parameters(), **MOMENTUM)
 
 
 def zero_1(module: nn.Module) -> tuple[nn.Module, Optimizer]:
-    model = DistributedDataParallel(module)
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     return model, ZeroRedundancyOptimizer(model.parameters(), SGD, **MOMENTUM)
 
 

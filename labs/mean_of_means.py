@@ -14,7 +14,7 @@ under DDP. Three variants differ only in the denominator of a micro-batch's summ
 Rank 0 compares the gradient of each variant, under torch's DDP and under MiniDDP, with the gradient
 of a single process that sees all captions. It prints the ratio of the norms, the cosine, and the
 largest difference on any rank. The exit code is 1 if the variant named by --variant misses that
-gradient on any rank. It is also 1 if the loss that `miniddp.training.losses.global_mean` returns
+gradient on any rank. It is also 1 if the loss that `miniddp.losses.global_mean` returns
 for logging is not the mean over all tokens.
 """
 
@@ -74,7 +74,7 @@ from labkit.scenarios.padded_captioner import (
 from labkit.tables import bound, table
 from labkit.testing.compare import Comparison, gradients, largest_difference, ratio_and_cosine
 from miniddp import MiniDDP
-from miniddp.training.losses import global_mean, loss_scale, token_cross_entropy
+from miniddp.losses import global_mean, loss_scale, token_cross_entropy
 
 TOLERANCE = 1e-5  # relative, in float32
 

@@ -50,15 +50,12 @@ def checks_of(chapter: Path) -> list[str]:
     return re.findall(r"^@checker\ndef (check_\w+)", "\n".join(_cells(chapter)), re.M)
 
 
-def state_for(
-    chapter: Path, check: str, sources: list[str], calls_it: bool = True
-) -> dict[str, Any]:
-    """The names that `check`, if one calls it, and the cells `sources` find in the chapter."""
+def state_for(chapter: Path, check: str, sources: list[str]) -> dict[str, Any]:
+    """The names that `check` and the cells `sources` find in the chapter."""
     cells = _cells(chapter)
     last = next(n for n, cell in enumerate(cells) if f"@checker\ndef {check}(" in cell)
     statements = [s for cell in cells[: last + 1] for s in _statements(cell)]
-    needed = {check} if calls_it else set()
-    needed = needed.union(*(s.needs for source in sources for s in _statements(source)))
+    needed = {check}.union(*(s.needs for source in sources for s in _statements(source)))
     chosen: list[Statement] = []
     while more := [s for s in statements if s not in chosen and s.binds & needed]:
         chosen += more

@@ -1,16 +1,49 @@
-"""Who imports whom, what ranks load, and how long a function of miniddp may be."""
+"""Who imports whom, what ranks load, and how much Python there may be."""
 
 import ast
+import contextlib
+import os
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
+import pytest
 from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
 from labkit.launch.scripts import project_root
 
-SRC = project_root() / "src"
+ROOT = project_root()
+SRC = ROOT / "src"
 LONGEST_FUNCTION = 40  # lines, without the signature and the docstring
+# Training scripts as people write them, which the doctor is tried on: data.
+STORED = ("surveys/doctor/corpus/", "surveys/doctor/draws/", "tests/doctor/scripts/")
+
+
+class Budget(NamedTuple):
+    """The most that a place may have. To raise it is a change of BUDGETS, with its reason."""
+
+    place: str
+    """how the paths begin"""
+    lines: int
+    """of Python, with docstrings and comments"""
+    files: int
+    """of Python"""
+
+
+BUDGETS = (
+    Budget("src/miniddp/", 6898, 52),
+    Budget("src/labkit/", 10628, 98),
+    Budget("src/ddp_doctor/", 13660, 77),
+    Budget("src/grader/", 3368, 21),
+    Budget("labs/", 3819, 22),
+    Budget("book/", 6098, 51),
+    Budget("surveys/", 5615, 52),
+    Budget("tests/", 26520, 177),
+    Budget("", 77070, 553),
+)
+MOST_FILES = {"": 641, ".py": 501}  # by the end of their names; outside of surveys
 
 
 def test_every_package_imports_only_what_it_may(monkeypatch, capsys):
@@ -20,6 +53,64 @@ def test_every_package_imports_only_what_it_may(monkeypatch, capsys):
     monkeypatch.setattr("logging.config.dictConfig", lambda _: None)
     kept = lint_imports(no_cache=True) == EXIT_STATUS_SUCCESS
     assert kept, capsys.readouterr().out
+
+
+def files_of_the_project() -> list[str]:
+    """What git tracks, or where git does not say, what it would not ignore; as paths from ROOT."""
+    if (ROOT / ".git").exists():
+        command = ["git", "ls-files", "-z"]
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+            return [name for name in told.stdout.split("\0") if (ROOT / name).is_file()]
+    return walked()
+
+
+def walked() -> list[str]:
+    """The files that .gitignore does not name; a slash in front of a name means: in ROOT only."""
+    ignored = [".git", *(ROOT / ".gitignore").read_text().split()]
+    found = []
+    for folder, folders, files in os.walk(ROOT):
+        here = Path(folder).relative_to(ROOT)
+        names = [name.strip("/") for name in ignored if here == Path() or name[0] != "/"]
+        kept = [n for n in folders + files if not any(fnmatch(n, name) for name in names)]
+        folders[:] = [name for name in folders if name in kept]
+        found += [(here / name).as_posix() for name in files if name in kept]
+    return found
+
+
+@pytest.fixture(scope="module")
+def sizes() -> dict[str, int]:
+    """The lines of each file of Python."""
+    names = [n for n in files_of_the_project() if n.endswith(".py") and not n.startswith(STORED)]
+    return {name: len((ROOT / name).read_text().splitlines()) for name in names}
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: budget.place or "all")
+def test_no_place_has_more_python_than_its_budget(budget, sizes):
+    lines = [size for name, size in sizes.items() if name.startswith(budget.place)]
+    assert lines, f"{budget.place} has no Python: take it out of BUDGETS"
+    for kind, number, most in [
+        ("lines", sum(lines), budget.lines),
+        ("files", len(lines), budget.files),
+    ]:
+        assert number <= most, (
+            f"{budget.place or 'The project'} has {number} {kind} of Python, and {most} are its "
+            "limit: remove or join something there, or raise the limit in BUDGETS and say why"
+        )
+
+
+@pytest.mark.parametrize("end", MOST_FILES)
+def test_there_are_not_too_many_files(end):
+    names = [name for name in files_of_the_project() if not name.startswith("surveys/")]
+    number = sum(name.endswith(end) for name in names)
+    assert number <= MOST_FILES[end], (
+        f"There are {number} files *{end} outside of surveys, and {MOST_FILES[end]} are the limit: "
+        "join what is one idea, or raise MOST_FILES and say why"
+    )
+
+
+def test_an_archive_without_git_is_measured_like_a_checkout():
+    assert set(files_of_the_project()) <= set(walked())
 
 
 def functions_of(path: Path) -> list[tuple[str, int]]:

@@ -1,62 +1,112 @@
-"""surveys/trainers on the trainers that the book itself requires."""
+"""surveys/trainers: its page, its data, and the rows that the pinned environment can run.
 
+`make test` imports nothing of the surveys: all of this is `slow`.
+"""
+
+import importlib
 import json
 import re
-import runpy
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
-from in_process import run_in_process
 
 from labkit.launch.scripts import ScriptError, project_root
 
-
-def rows(text: str) -> dict[str, list[str]]:
-    """The first table's cells, by trainer, without what is promised."""
-    lines = [re.split(r"  +", line) for line in text.split("\n\n")[1].splitlines()]
-    return {name: cells for name, _, *cells in lines[2:]}
+pytestmark = pytest.mark.slow
+REFERENCE = project_root() / "book/reference"
 
 
-@pytest.mark.slow
-def test_the_right_loops_are_equal_and_the_wrong_ones_are_not():
+def survey(name: str) -> Any:
+    return importlib.import_module(f"surveys.trainers.{name}")
+
+
+def test_the_right_loops_are_equal_and_the_wrong_ones_are_not() -> None:
     names = ["plain", "plain-wrong", "transformers", "transformers-per-rank"]
-    ended = run_in_process(
-        "surveys/trainers", "--trainers", *names, "--properties", "WxK", "empty-rank"
-    )
-    assert ended.code == 0, ended.stderr
-    assert rows(ended.stdout) == {
-        "plain": ["equal", "equal"],
-        "plain-wrong": ["1.48 ∠ 0.827", "1/W"],
-        "transformers": ["equal", "equal"],
-        "transformers-per-rank": ["1.04 ∠ 0.967", "1/W"],
+    found = survey("measure").measure(names, ["WxK", "empty-rank"])
+    assert {key: cell.text for key, cell in found.items()} == {
+        ("plain", "WxK"): "equal",
+        ("plain", "empty-rank"): "equal",
+        ("plain-wrong", "WxK"): "1.48 ∠ 0.827",
+        ("plain-wrong", "empty-rank"): "1/W",
+        ("transformers", "WxK"): "equal",
+        ("transformers", "empty-rank"): "equal",
+        ("transformers-per-rank", "WxK"): "1.04 ∠ 0.967",
+        ("transformers-per-rank", "empty-rank"): "1/W",
     }
-    assert "0.8272: 1 × mean of micro-batch means" in ended.stdout
+    assert "0.8272: 1 × mean of micro-batch means" in found["plain-wrong", "WxK"].detail
 
 
-def test_the_page_prints_the_stored_results(monkeypatch):
-    monkeypatch.syspath_prepend(project_root() / "surveys/trainers")
-    page = runpy.run_path(str(project_root() / "surveys/trainers/page.py"), run_name="page")
-    rows = json.loads(page["STORED"].read_text())
-    shown = page["PAGE"].read_text().split(page["START"])[1].split(page["END"])[0]
-    assert shown == page["printed"](rows)
-    assert [row["trainer"] for row in rows] == list(page["TRAINERS"])
+def test_a_row_is_repeated_beside_what_is_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    assert survey("environments").compare(["plain-wrong"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"plain-wrong +W +1\.37 ∠ 0\.867 +1\.37 ∠ 0\.867 +documented", said)
 
 
-def test_the_page_prints_the_stored_certificates(monkeypatch):
-    monkeypatch.syspath_prepend(project_root() / "surveys/trainers")
-    lab = runpy.run_path(str(project_root() / "surveys/trainers/certified.py"), run_name="lab")
-    shown = lab["PAGE"].read_text().split(lab["START"])[1].split(lab["END"])[0]
-    assert shown == lab["printed"]()
+def test_each_row_has_a_lock_with_all_that_it_needs() -> None:
+    for name in survey("trainers").TRAINERS:
+        assert survey("environments").lock_of(name).is_file()
 
 
-def test_a_second_program_confirms_each_cell_that_is_not_equal_or_its_line_was_read(monkeypatch):
-    monkeypatch.syspath_prepend(project_root() / "surveys/trainers")
-    lab = runpy.run_path(str(project_root() / "surveys/trainers/by_hand.py"), run_name="lab")
-    found = lab["stored"]()
-    for row in json.loads(lab["RESULTS"].read_text()):
+def test_the_page_prints_the_stored_results() -> None:
+    page, rows = survey("page"), survey("stored").rows()
+    shown = survey("stored").PAGE.read_text().split(page.START)[1].split(page.END)[0]
+    assert shown == page.printed(rows)
+    assert [page.with_verdicts(row) for row in rows] == rows
+    assert [row["trainer"] for row in rows] == list(survey("trainers").TRAINERS)
+
+
+def test_the_data_have_the_schema_and_each_row_says_what_it_promises() -> None:
+    rows = json.loads((REFERENCE / "trainers.json").read_text())
+    jsonschema.validate(rows, json.loads((REFERENCE / "trainers.schema.json").read_text()))
+    assert survey("promises").entries().keys() == {row["trainer"] for row in rows}
+    for row in rows:
+        verdicts = {cell["verdict"] for cell in row["cells"].values()}
+        assert row["promise"] or not verdicts & {"broken", "kept"}, row["trainer"]
+
+
+def test_a_new_trainer_that_is_not_equal_is_stored_and_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers, page = survey("trainers"), survey("page")
+    monkeypatch.setitem(trainers.TRAINERS, "mine", trainers.TRAINERS["plain-wrong"])
+    for name in ("RESULTS", "PAGE"):
+        copy = tmp_path / getattr(page, name).name
+        copy.write_text(getattr(page, name).read_text())
+        monkeypatch.setattr(page, name, copy)
+    page.store_rows({("mine", "K"): ("0.50 ∠ 0.900", "ratio 0.5000, cosine 0.9000")})
+    assert "[mine](trainer-mine) | no promise | token mean |" in page.PAGE.read_text()
+    (row,) = (one for one in json.loads(page.RESULTS.read_text()) if one["trainer"] == "mine")
+    assert row["cells"]["K"]["verdict"] == "no promise"
+
+
+def test_nothing_is_rewritten_if_the_page_cannot_be_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = survey("page")
+    results = tmp_path / "trainers.json"
+    results.write_text("[]")
+    monkeypatch.setattr(page, "RESULTS", results)
+    monkeypatch.setitem(page.PROPERTIES, "W", None)
+    with pytest.raises(TypeError):
+        page.write(survey("stored").rows(REFERENCE / "trainers.json"))
+    assert results.read_text() == "[]"
+
+
+def test_the_page_prints_the_stored_certificates() -> None:
+    lab = survey("certified")
+    shown = lab.PAGE.read_text().split(lab.START)[1].split(lab.END)[0]
+    assert shown == lab.printed()
+
+
+def test_a_second_program_confirms_each_cell_that_is_not_equal_or_its_line_was_read() -> None:
+    stored = survey("stored")
+    found = stored.by_hand()
+    for row in stored.rows():
         for name, cell in row["cells"].items():
             key = row["trainer"], name
-            assert cell["text"] == "equal" or lab["agrees"](cell, found.get(key)), key
+            assert cell["text"] == "equal" or stored.agrees(cell, found.get(key)), key
 
 
 @pytest.mark.parametrize(
@@ -69,18 +119,17 @@ def test_a_second_program_confirms_each_cell_that_is_not_equal_or_its_line_was_r
         (["equal", "equal"], "not judged", "–"),
     ],
 )
-def test_a_certificate_agrees_only_if_both_say_equal_or_neither(texts, verdict, said, monkeypatch):
-    monkeypatch.syspath_prepend(project_root() / "surveys/trainers")
-    lab = runpy.run_path(str(project_root() / "surveys/trainers/certified.py"), run_name="lab")
-    assert lab["agree"](texts, {"verdict": verdict}) == said
+def test_a_certificate_agrees_only_if_both_say_equal_or_neither(
+    texts: list[str], verdict: str, said: str
+) -> None:
+    assert survey("certified").agree(texts, {"verdict": verdict}) == said
 
 
-def test_a_certificate_has_the_samples_of_a_step_on_its_ranks_and_in_one_process(monkeypatch):
-    monkeypatch.syspath_prepend(project_root() / "surveys/trainers")
-    lab = runpy.run_path(str(project_root() / "surveys/trainers/as_script.py"), run_name="lab")
-    case = lab["TRAINERS"]["plain"].family.cases["WxK"]
-    ranks, one = (lab["several_steps"](case, world) for world in (2, 1))
-    assert ranks.windows == one.windows == lab["PASSES"]
+def test_a_certificate_has_the_samples_of_a_step_on_its_ranks_and_in_one_process() -> None:
+    lab = survey("as_script")
+    case = survey("trainers").TRAINERS["plain"].family.cases["WxK"]
+    ranks, one = (lab.several_steps(case, world) for world in (2, 1))
+    assert ranks.windows == one.windows == lab.PASSES
     both = list(zip(*map(ranks.batches, range(2)), strict=True))
     assert one.batches(0) == [first + second for first, second in both]
     first_window = ranks.by_rank()[: len(case.samples)]
@@ -88,10 +137,12 @@ def test_a_certificate_has_the_samples_of_a_step_on_its_ranks_and_in_one_process
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_a_cell_that_fails_is_named_and_the_cells_after_it_run(tmp_path, monkeypatch, hangs):
-    lab = runpy.run_path(str(project_root() / "surveys/trainers"), run_name="lab")
+def test_a_cell_that_fails_is_named_and_the_cells_after_it_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    lab = survey("measure")
     job = [("plain", "W"), ("plain", "padding"), ("plain", "order")]
-    stems = [lab["stem"](key) for key in job]
+    stems = [lab.stem(key) for key in job]
 
     def second_fails(_: str, folder: Path, *words: str, **__: object) -> None:
         for stem in words[::3]:
@@ -102,7 +153,7 @@ def test_a_cell_that_fails_is_named_and_the_cells_after_it_run(tmp_path, monkeyp
             for rank in range(2):
                 (folder / f"{stem}.{rank}.pt").touch()
 
-    monkeypatch.setitem(lab["run_job"].__globals__, "run_script", second_fails)
-    failures = lab["run_job"](job, 2, tmp_path)
+    monkeypatch.setattr(lab, "run_script", second_fails)
+    failures = lab.run_job(job, 2, tmp_path)
     assert failures == {job[1]: "hangs" if hangs else "ValueError: no"}
     assert (tmp_path / f"{stems[2]}.1.pt").exists()

@@ -15,13 +15,11 @@ from labkit.launch.scripts import ScriptError, project_root, run_script
 ROOT = project_root()
 ACCUMULATE = "labs/accumulate_vs_ddp.py"
 LIGHTNING = "labs/accumulate_vs_ddp_lightning.py"
-# What the others import, and what has no options.
-NO_PROGRAMS = {"missing_ranks", "benchmark_options", "paired_timing", "timeline_data"}
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
     for pattern in ("*.py", "benchmarks/*.py")
     for path in (ROOT / "labs").glob(pattern)
-    if path.stem not in NO_PROGRAMS
+    if re.search(r"parse_arg(ument)?s\(", path.read_text())  # it has options
 )
 
 HELP_AND_A_WRONG_OPTION = """
@@ -242,6 +240,7 @@ def test_a_lab_fails_if_its_numbers_do_not_agree_or_are_no_numbers(fault, custom
     ("arguments", "said"),
     [
         (["lab", "LAB=no_such_lab"], "There is no labs/no_such_lab.py. There are:"),
+        (["lab", "LAB=which mean"], "There is no labs/which mean.py. There are:"),
         (["lab", "LAB=accumulate_vs_ddp_lightning"], "starts its own ranks: .venv/bin"),
         (["serve", "PORT=abc"], "PORT is a whole number, and PORT=abc is not"),
         (["check", "WORKERS=two"], "WORKERS is a whole number, and WORKERS=two is not"),

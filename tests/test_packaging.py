@@ -1,10 +1,11 @@
-"""What `pip install .` gives a stranger: miniddp, on torch alone."""
+"""What strangers install: two packages, and what each of them requires."""
 
 import ast
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -26,35 +27,51 @@ EXTRAS = {
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of the sources: the build would leave its folders in the checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    tracked = ["pyproject.toml", "README.md", "LICENSE", *map(str, sorted(ROOT.glob("src/**/*")))]
-    for name in tracked:
-        source = ROOT / name
-        if source.is_file() and source.suffix != ".pyc":
-            target = folder / "copy" / source.relative_to(ROOT)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(source.read_bytes())
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run(
-        [*pip, "--wheel-dir", folder, folder / "copy"], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    (built,) = folder.glob("*.whl")
-    return built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source distribution of each of the two packages."""
+    folder = tmp_path_factory.mktemp("built")
+    for package in ("miniddp", "ddp_doctor"):
+        command = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)]
+        done = subprocess.run(
+            command, cwd=ROOT / "src" / package, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+    return folder
 
 
-def test_strangers_get_two_packages_that_need_torch_alone(wheel: Path) -> None:
+@pytest.mark.parametrize(
+    ("package", "required", "command"),
+    [
+        ("miniddp", ["torch>=2.11"], None),
+        ("ddp_doctor", ["jinja2", "torch>=2.11"], "ddp-doctor = ddp_doctor.__main__:main"),
+    ],
+)
+def test_a_wheel_holds_one_package_typed_and_says_what_it_is(
+    built: Path, package: str, required: list[str], command: str | None
+) -> None:
+    (wheel,) = built.glob(f"{package}-*.whl")
     archive = zipfile.ZipFile(wheel)
     names = archive.namelist()
-    packages = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
-    assert packages == {"miniddp", "ddp_doctor"}
-    assert "miniddp/py.typed" in names
-    assert not any(name.endswith("entry_points.txt") for name in names)
-    (metadata,) = (archive.read(name).decode() for name in names if name.endswith("METADATA"))
-    required = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
-    assert [one for one in required if "extra ==" not in one] == ["torch>=2.11"]
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {package}
+    assert f"{package}/py.typed" in names
+    texts = {
+        name.rpartition("/")[2]: archive.read(name).decode() for name in names if "info/" in name
+    }
+    assert (texts.get("entry_points.txt", "").splitlines() or [None])[-1] == command
+    said = texts["METADATA"]
+    assert sorted(re.findall(r"^Requires-Dist: (.*)$", said, re.MULTILINE)) == required
+    assert "License-Expression: MIT" in said
+    assert "Classifier: Typing :: Typed" in said
+    # On the registry's page, a relative link leads nowhere.
+    assert re.findall(r"\]\((?!https?://)[^)]*\)", said) == []
+
+
+def test_a_source_distribution_has_no_tests_and_no_other_package(built: Path) -> None:
+    for archive in built.glob("*.tar.gz"):
+        with tarfile.open(archive) as opened:
+            names = [name.partition("/")[2] for name in opened.getnames()]
+        assert [name for name in names if "test_" in name or name.startswith("tests")] == []
+        assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"} <= set(names)
 
 
 def required_by(name: str) -> list[metadata.Distribution]:
@@ -71,33 +88,36 @@ def required_by(name: str) -> list[metadata.Distribution]:
     return found
 
 
-# Imports every module of miniddp, and the doctor's command, where nothing else is installed.
+# Imports every module of miniddp, and runs the doctor's command, where nothing else is installed.
 IMPORT_ALL = """
-import importlib, importlib.util, pkgutil
+import importlib, importlib.util, pkgutil, sys
 import ddp_doctor.__main__, miniddp
 for module in pkgutil.walk_packages(miniddp.__path__, "miniddp."):
     importlib.import_module(module.name)
 print([name for name in ("labkit", "grader", "numpy") if importlib.util.find_spec(name)])
+sys.argv = ["ddp-doctor", "--version"]
+ddp_doctor.__main__.main()
 """
 
 
-def test_every_module_of_the_wheel_can_be_imported_beside_torch_alone(
-    wheel: Path, tmp_path: Path
+def test_both_wheels_work_beside_what_they_require_and_nothing_else(
+    built: Path, tmp_path: Path
 ) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
-    zipfile.ZipFile(wheel).extractall(site)  # what pip does with a wheel of Python files
-    # torch and what it requires, from the environment of this test, without a download.
-    for distribution in required_by("torch"):
+    for wheel in built.glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(site)  # what pip does with a wheel of Python files
+    # What they require, from the environment of this test, without a download.
+    for distribution in (*required_by("torch"), *required_by("jinja2")):
         for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             if not (site / top).exists():
                 (site / top).symlink_to(distribution.locate_file(top))
-    command = [tmp_path / "venv" / "bin" / "python", "-c", IMPORT_ALL]
+    command = [tmp_path / "venv" / "bin" / "python", "-W", "ignore", "-c", IMPORT_ALL]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
-    assert done.stdout == "[]\n", done.stderr
+    assert done.stdout == "[]\nddp-doctor 0.1.0\n", done.stderr
 
 
 # The distribution that brings a module; the trainers of surveys/trainers need not be here.
@@ -109,15 +129,16 @@ DISTRIBUTIONS = metadata.packages_distributions() | {
     "sentence_transformers": ["sentence-transformers"],
     "swift": ["ms-swift"],
 }
-# Each row of surveys/trainers names its package; some need an environment of their own.
-TRAINERS = ROOT / "surveys" / "trainers" / "trainers.py"
+# The surveys' own requirements, per environment.
+LOCKS = ROOT.glob("surveys/*/locks/*.txt")
+LOCKED = {line.partition("==")[0] for lock in LOCKS for line in lock.read_text().splitlines()}
 EXTRAS_OF = {
     "src/miniddp": (),
     "src/ddp_doctor": ("doctor",),
     "src/labkit": ("book",),
     "src/grader": ("grader",),
     "labs": ("book", "grader"),
-    "surveys": ("book", "grader", "conformance", "test"),
+    "surveys": ("book", "grader", "test"),
     "tests": ("book", "grader", "test", "doctor"),
     "tools": (),
     "book": ("book", "test"),
@@ -142,7 +163,7 @@ def imported_by(folder: str) -> set[str]:
 @pytest.mark.parametrize("folder", EXTRAS_OF)
 def test_every_package_that_the_code_imports_is_declared(folder: str) -> None:
     own = {path.name for path in ROOT.glob("src/*")} | {path.stem for path in ROOT.glob("tests/*")}
-    beside = ("book/*/*.py", "labs/*.py", "labs/*/*.py", "surveys/*/*.py")
+    beside = ("book/*/*.py", "labs/*.py", "labs/*/*.py", "surveys/*/*.py", "tools/*.py")
     own |= {
         "doctor",
         "surveys",
@@ -153,7 +174,7 @@ def test_every_package_that_the_code_imports_is_declared(folder: str) -> None:
     foreign = imported_by(folder) - own - set(sys.stdlib_module_names) - {"torch"}
     declared = {canonicalize_name(p) for extra in EXTRAS_OF[folder] for p in EXTRAS[extra]}
     if folder == "surveys":
-        declared |= set(map(canonicalize_name, re.findall(r'"([\w-]+)"', TRAINERS.read_text())))
+        declared |= set(map(canonicalize_name, LOCKED))
     brings = {
         name: set(map(canonicalize_name, DISTRIBUTIONS.get(name, [name]))) for name in foreign
     }
@@ -165,9 +186,6 @@ def test_every_extra_is_installed_by_make_at_a_pinned_version() -> None:
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower() for line in lines if "==" in line}
     constrained = (ROOT / "constraints.txt").read_text().lower()
-    own_pins = PROJECT["optional-dependencies"]["conformance"]
-    assert [package for package in own_pins if "==" not in package] == []
-    installed = [packages for extra, packages in EXTRAS.items() if extra != "conformance"]
-    for package in {package for packages in installed for package in packages}:
+    for package in {package for packages in EXTRAS.values() for package in packages}:
         known = package.lower() in pinned or f"{package.lower()}==" in constrained
         assert known, f"{package} has no version in requirements.txt or constraints.txt"

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from labkit.launch.scripts import project_root
 from tools import set_up
 
 ROOT = project_root()
+LOCKED = (ROOT / "locked.txt").read_text()
 
 
 def with_torch(folder: Path, version: str | None) -> Path:
@@ -41,7 +45,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def checkout(tmp_path: Path) -> Path:
     """What setting up needs of a checkout."""
     for name in (
-        *("Makefile", "requirements.txt", "constraints.txt", "pyproject.toml"),
+        *("Makefile", "requirements.txt", "constraints.txt", "locked.txt", "pyproject.toml"),
         "tools/set_up.py",
     ):
         (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -103,15 +107,12 @@ def test_a_torch_that_is_there_is_reused_and_its_environment_is_only_read(
     assert told.startswith(f"2.14.1 {other}")
     of_pip, *of_uv = installed
     assert of_pip[0] == str(ours)
-    assert of_pip[-4:-2] == ["--proxy", "http://127.0.0.1:1"]
-    assert of_pip[-1].startswith("uv==")
+    assert of_pip[-5:-3] == ["--proxy", "http://127.0.0.1:1"]
+    assert of_pip[-1] == str(checkout / ".venv" / "uv.txt")
+    assert Path(of_pip[-1]).read_text().startswith("uv==")
     assert len(of_uv) == 2
     assert all(command[3:5] == ["--python", str(ours)] for command in of_uv)
     assert all("--find-links=/wheels" in command and "--no-deps" in command for command in of_uv)
-    pins = (checkout / ".venv" / "pins.txt").read_text().splitlines()
-    everything = (ROOT / "constraints.txt").read_text().splitlines()
-    (left_out,) = set(everything) - set(pins)
-    assert left_out.startswith("torch==")
 
     (checkout / ".venv" / ".ready").write_text(f"{other}\n")
     assert make(checkout, "clean").returncode == 0
@@ -130,12 +131,7 @@ install.timeout='5'
 """
     options = [*set_up.configured(listed), "-f", "/wheels", "--no-cache-dir"]
     words, variables = set_up.for_uv(options)
-    assert set(words) == {
-        "--find-links=/wheels",
-        "--constraint=/one.txt",
-        "--no-cache",
-        "--index-strategy=unsafe-best-match",
-    }
+    assert set(words) == {"--find-links=/wheels", "--constraint=/one.txt", "--no-cache"}
     assert variables == {
         "SSL_CERT_FILE": "/of/the/environment.pem",
         "UV_HTTP_TIMEOUT": "5",
@@ -165,6 +161,29 @@ def test_everything_that_the_requirements_need_in_turn_is_pinned(system):
             if needed.marker is None or needed.marker.evaluate(there):
                 missing |= {canonicalize_name(needed.name)} - pinned
     assert missing == set()
+
+
+def test_what_is_installed_without_dependencies_is_what_is_pinned_and_has_hashes():
+    entry = r"^(\S+)==(\S+).*\\\n(?: +--hash=sha256:\w{64}(?: \\)?\n)+"
+    locked = re.findall(entry, LOCKED, re.MULTILINE)
+    assert len(locked) == len(re.findall(r"^\w", LOCKED, re.MULTILINE))
+    pins = re.findall(r"^(\S+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    without_torch = {(canonicalize_name(n), v) for n, v in pins if n != "torch"}
+    assert set(locked) == without_torch
+
+
+@pytest.mark.parametrize("python", ["3.11.0", "3.11.2", "3.12.0", "3.13.0", "3.14.0", "3.14.2"])
+def test_every_pinned_package_takes_this_python(python):
+    names = re.findall(r"^(\w[^= ]*)==(?!.*darwin)", LOCKED, re.M)
+    taken = {name: importlib.metadata.metadata(name)["Requires-Python"] for name in names}
+    assert [name for name in taken if python not in SpecifierSet(taken[name] or "")] == []
+
+
+@pytest.mark.parametrize("version", [(3, 6, 15), (3, 10, 13), (3, 14, 1)])
+def test_a_python_that_cannot_be_used_is_refused_in_one_line(version, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", version)
+    with pytest.raises(SystemExit, match=rf"^.* is Python 3\.{version[1]}\..*PYTHON=.*$"):
+        runpy.run_path(str(ROOT / "tools" / "set_up.py"))
 
 
 def test_an_environment_that_is_set_up_is_not_turned_into_another_one(checkout):

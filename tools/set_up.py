@@ -2,8 +2,9 @@
 
     python tools/set_up.py .venv [--reuse ENVIRONMENT] [--pip-options OPTIONS]
 
-uv installs the packages of constraints.txt, several times faster than pip does. It gets what pip is
+uv installs the packages of locked.txt, several times faster than pip does. It gets what pip is
 configured to use. Where uv cannot be had, cannot do what pip is told, or fails, pip installs them.
+Both refuse a file whose hash is not in locked.txt, which leaves torch out: its builds differ.
 
 With `--reuse`, torch is not installed but taken from another virtual environment, for example one
 with a CUDA build. That environment is only read: a .pth file puts its packages on the new one's
@@ -14,6 +15,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -22,10 +24,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
+LOCKED = ROOT / "locked.txt"  # what constraints.txt pins, but torch; with hashes
 LOG = "install.log"  # in the environment
 READY = ".ready"  # the Makefile makes this file in an environment once that is complete
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 OLDEST_PYTHON = (3, 11)
+BROKEN_PYTHON = (3, 14, 1)  # networkx, which torch needs, does not run on it
 # Printed as JSON by the Python of the environment that is reused.
 ASKED = """
 import json, sys, sysconfig
@@ -36,7 +40,7 @@ try:
 except ImportError:  # no torch, or a Python before 3.8
     pass
 paths = sysconfig.get_paths()
-json.dump([sys.version_info[:2], torch, [paths["purelib"], paths["platlib"]]], sys.stdout)
+json.dump([sys.version_info[:3], torch, [paths["purelib"], paths["platlib"]]], sys.stdout)
 """
 PIP = ("-m", "pip", "--disable-pip-version-check")
 # pip's settings that uv has, too, as an option or as an environment variable; the lists add up.
@@ -66,6 +70,22 @@ ONLY_SHOWN = {
     "progress-bar",
     "root-user-action",
 }
+
+
+def not_usable(version: tuple) -> str:
+    """Why not, in one line, or nothing."""
+    number = ".".join(map(str, version[:3]))
+    if version < OLDEST_PYTHON:
+        return f"Python {number}; 3.11 or newer is needed"
+    return f"Python {number}, which networkx excludes" if version[:3] == BROKEN_PYTHON else ""
+
+
+# First of all: an old Python fails at the annotations below. It has to parse this file, though.
+if not_usable(sys.version_info):
+    sys.exit(
+        f"{sys.executable} is {not_usable(sys.version_info)}. "
+        "Choose another: make … PYTHON=python3.12"
+    )
 
 
 class Reused(NamedTuple):
@@ -99,8 +119,8 @@ def look_at(environment: Path) -> Reused:
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", "").strip() or str(error)
         raise ValueError(f"{python} does not run: {said.splitlines()[-1]}") from error
-    if tuple(version) < OLDEST_PYTHON:
-        raise ValueError(f"{python} is Python {version[0]}.{version[1]}; 3.11 or newer is needed")
+    if not_usable(tuple(version)):
+        raise ValueError(f"{python} is {not_usable(tuple(version))}")
     if not torch:
         raise ValueError(f"{environment} has no torch to reuse: leave VENV out to install one")
     if tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
@@ -139,12 +159,13 @@ def make(environment: Path, reuse: Path | None, options: list[str]) -> None:
 
 
 def install(environment: Path, installer: Installer, reused: Reused | None) -> None:
-    """Install what constraints.txt pins, then torch with what its build needs, and the project."""
-    lines = CONSTRAINTS.read_text().splitlines()
-    pins = environment / "pins.txt"
-    pins.write_text("\n".join(line for line in lines if not line.startswith("torch==")) + "\n")
-    print(f"2 of 3: {len(lines) - 1} packages", flush=True)
-    run(environment, installer, "--no-deps", "-r", str(pins))
+    """Install what locked.txt lists, then torch with what its build needs, and the project."""
+    packages = re.findall(r"^\w.*==", LOCKED.read_text(), re.MULTILINE)
+    print(f"2 of 3: {len(packages)} packages", flush=True)
+    # Any index may serve a file: its hash says that it is the right one.
+    variables = {**installer.variables, "UV_INDEX_STRATEGY": "unsafe-best-match"}
+    hashed = installer._replace(variables=variables)
+    run(environment, hashed, "--no-deps", "-r", str(LOCKED))
     print("3 of 3: this project" if reused else "3 of 3: torch and this project", flush=True)
     torch = ["--no-deps"] if reused else ["-c", str(CONSTRAINTS)]
     run(environment, installer, *torch, "--no-build-isolation", "--editable", str(ROOT))
@@ -152,11 +173,12 @@ def install(environment: Path, installer: Installer, reused: Reused | None) -> N
 
 def uv(environment: Path, pip: Installer, options: list[str]) -> Installer:
     """uv with pip's settings, installed by pip. Raises UvUnusableError or CalledProcessError."""
-    (pin,) = (line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("uv=="))
+    (own,) = re.findall(r"^uv==[^#]*?\n(?=\S)", LOCKED.read_text(), re.MULTILINE)
+    (environment / "uv.txt").write_text(own)
     asked = [*pip.words[:4], "config", "list"]
     listed = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     words, variables = for_uv([*configured(listed), *options])
-    run(environment, pip, "--no-deps", pin)
+    run(environment, pip, "--no-deps", "-r", str(environment / "uv.txt"))
     command = [str(environment / "bin" / "uv"), "pip", "install", "--python", pip.words[0]]
     return Installer([*command, *words], variables)
 
@@ -200,8 +222,7 @@ def for_uv(options: list[str]) -> tuple[list[str], dict[str, str]]:
     words += [f"{VALUES[name]}={told[name][-1]}" for name in told if name in VALUES]
     words += [FLAGS[name] for name in told if name in FLAGS]
     variables = {VARIABLES[name]: told[name][-1] for name in told if name in VARIABLES}
-    if INDEXES in told:  # pip takes the newest of all indexes; uv, of the first
-        words.append("--index-strategy=unsafe-best-match")
+    if INDEXES in told:
         variables["UV_INDEX"] = " ".join(told[INDEXES])
     return words, variables
 
@@ -210,12 +231,9 @@ def run(environment: Path, installer: Installer, *words: str) -> None:
     """Run it, and keep what it prints in the log; a terminal shows the last line meanwhile."""
     shown = sys.stdout.isatty()
     command = [*installer.words, *words]
-    variables = {**os.environ, **installer.variables}
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with (
-        open(environment / LOG, "a") as log,
-        subprocess.Popen(command, env=variables, **pipe) as process,
-    ):
+    pipe["env"] = {**os.environ, **installer.variables}
+    with open(environment / LOG, "a") as log, subprocess.Popen(command, **pipe) as process:
         for line in process.stdout:
             log.write(line)
             if shown:

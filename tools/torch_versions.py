@@ -3,7 +3,7 @@
     make versions TORCH=2.15.0
 
 Makes a scratch environment, installs that torch and miniddp's wheel into it, runs `tests/miniddp`
-and PyTorch's own DDP tests there, and prints one row of the table in CONTRIBUTING.md. The
+and PyTorch's own DDP tests there, and prints one row of the table in tools/README.md. The
 environment is removed at the end. From PyPI, torch for Linux brings CUDA packages of 5.6 GB; set
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu for the CPU build.
 """
@@ -19,7 +19,9 @@ import tempfile
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import set_up  # ends this here, if Python is too old
+
+ROOT = set_up.ROOT
 # What the tests of miniddp import besides torch; pinned by constraints.txt.
 NEEDED = ("cloudpickle", "expecttest", "hypothesis", "matplotlib", "numpy", "psutil", "pytest")
 

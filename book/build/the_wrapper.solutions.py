@@ -203,3 +203,51 @@ class RaisesValueError(DDP):
             missing = sorted(set(range(len(names))) - set(self.reducer.order))
             raise ValueError(f"no gradient for {[names[i] for i in missing]}")
         return super().forward(*inputs)
+
+
+# %% check_invariants right: everything is counted anew
+class CountsAnew(WithUnused):
+    def announce(self, output):
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+        self.launched, self.order = 0, []
+        super().announce(output)
+
+
+# %% check_invariants right: the same buckets are made again
+class MakesBucketsAgain(WithUnused):
+    def announce(self, output):
+        where = {id(p): index for index, p in enumerate(self.parameters)}
+        self.use([[where[id(p)] for p in b.parameters] for b in self.buckets])
+        self.expecting = True
+        self.absent = unreached(self.parameters, output) if self.find_unused else []
+
+
+# %% check_invariants wrong: only the order is forgotten
+class ForgetsTheOrder(WithUnused):
+    def announce(self, output):
+        self.order, self.expecting = [], True
+        self.absent = unreached(self.parameters, output) if self.find_unused else []
+
+
+# %% check_invariants wrong: only the counts of the first bucket start again
+class FirstBucketOnly(WithUnused):
+    def announce(self, output):
+        self.order, self.launched, self.expecting = [], 0, True
+        self.buckets[0].missing = len(self.buckets[0].parameters)
+        self.absent = unreached(self.parameters, output) if self.find_unused else []
+
+
+# %% check_invariants wrong: an announced backward that never came keeps its counts
+class OnlyIfNotExpecting(WithUnused):
+    def announce(self, output):
+        if not self.expecting:
+            self.prepare()
+        self.expecting = True
+        self.absent = unreached(self.parameters, output) if self.find_unused else []
+
+
+# %% check_invariants wrong: nothing is averaged
+class NeverExpects(WithUnused):
+    def announce(self, output):
+        self.prepare()

@@ -29,7 +29,8 @@ How a fact gets from a step into a report:
 3. `Session.write` appends it as a JSON line to this process's journal.
 4. When all ranks have ended or look stuck, the watcher reads all journals, and `Run.of` puts the
    ranks side by side.
-5. `equation` measures, `examine` runs the rules, and the report prints.
+5. `steps_of` measures how each step combined the ranks, `observed` says what was measured,
+   `examine` runs the rules, `with_answers` has a certificate answer hints, and the report prints.
 
 The certificate compares files of its own (`certificate.files`); so do `functions` and `compare`.
 Only the certificate's last start, which says why gradients are not equal, goes this way.
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from ddp_doctor.run.start import watch
 
 __all__ = ["batch", "certify", "watch"]
+
+__version__ = "0.1.0"
 
 _HOMES = {
     "batch": "certificate.marks",

@@ -8,12 +8,14 @@ python -m ddp_doctor compare "COMMAND" "COMMAND"
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ddp_doctor import __version__
 from ddp_doctor.facts.journal import alive, read_statuses
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import FOUND, LEVELS, UNCHECKED, Options, say
@@ -31,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
         "what is wrong, where, and how to fix it.",
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"ddp-doctor {__version__}")
     add("--folder", default="ddp-doctor", help="where report.html goes (ddp-doctor)")
     add("--json", metavar="PATH", help="also write the report as JSON")
     add(
@@ -61,9 +64,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="measure whether the ranks compute the gradient of one process; with --fail-on, exit "
         "with 3 if they do not, and 4 if it cannot be judged. Usually starts the script three "
-        "times: as ranks for at most 16 steps per optimizer, as one process for four, and as ranks "
-        "that the rules observe for six or 16. At most six times: without --ranks, to see whether "
-        "it starts its own ranks; or if one process needs other samples or another WORLD_SIZE",
+        "times: as ranks for at most 16 steps per optimizer, as one process for five, and as ranks "
+        "that the rules observe for 16. At most seven times: without --ranks, to see whether it "
+        "starts its own ranks; or if one process needs other samples or makes more passes",
     )
     add("--ranks", type=int, help="with --certify and no launcher: start so many ranks (2)")
     module = "run a module, as python -m does"
@@ -85,6 +88,10 @@ def main() -> None:
         options = Options(**{name: given[name] for name in names})
     except ValueError as error:
         arguments.error(str(error))
+    if given["ranks"] is not None and given["ranks"] < 1:
+        arguments.error(f"--ranks is {given['ranks']}: pass 1 or more.")
+    if given["ranks"] is not None and not given["certify"]:
+        arguments.error("--ranks goes with --certify; for a report, launch the ranks (torchrun).")
     script, its = given["script"], given["arguments"]
     if given["module"] is not None:
         script, its = "-m", given["module"]
@@ -112,6 +119,9 @@ def _observed(script: str, its: list[str], options: Options) -> None:
         raise
     except BaseException as error:
         _close(session, options, error, 1)
+        if "environment variable RANK expected" in str(error):
+            command = shlex.join([*(["-m"] if script == "-m" else [script]), *its])
+            say(f"launch its ranks: torchrun --nproc-per-node 2 -m ddp_doctor {command}")
         # The frames of the doctor are not part of the user's traceback.
         trace = error.__traceback__
         while trace is not None and _is_doctors(trace.tb_frame.f_globals):

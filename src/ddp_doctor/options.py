@@ -20,7 +20,7 @@ class Options:
     hang_after: float = 60.0
     quiet: bool = False
     cpu: bool = False
-    then_leave: bool = False  # end the process after `first` steps: a certificate's own run
+    leave_after: int = 0  # steps, after which a certificate's own run ends its process; 0: never
 
     def __post_init__(self) -> None:
         for name in ("first", "every"):
@@ -28,6 +28,8 @@ class Options:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}: it counts optimizer steps; pass 1 or more."
                 )
+        if self.fail_on not in (None, *LEVELS):
+            raise ValueError(f"fail_on is {self.fail_on!r}: pass one of {', '.join(LEVELS)}.")
         if not self.hang_after >= 0:
             raise ValueError(
                 f"hang_after is {self.hang_after}: pass seconds, or 0 for no early reports."

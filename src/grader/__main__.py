@@ -1,4 +1,4 @@
-"""python -m grader: release, validate, grade, preview."""
+"""python -m grader: release, validate, grade, export, preview."""
 
 import argparse
 import shlex
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from grader.answer_key import AnswerKey, AuthorError
 from grader.batch import grade_all
+from grader.export import export_canvas, export_moodle
 from grader.grade import Result, fresh_seed
 from grader.preview import write_preview
 from grader.release import lint, write_release, write_student_package
@@ -81,6 +82,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--again", action="store_true", help="regrade existing results, too")
     add("--trust", action="store_true", help=_TRUST)
     command.set_defaults(run=_grade)
+
+    command = commands.add_parser("export", help="fill the table that a course system exported")
+    add = command.add_argument
+    add("graded", type=Path, metavar="GRADED", help="the folder that grade wrote: --out")
+    system = command.add_mutually_exclusive_group(required=True)
+    canvas, moodle = "Canvas's gradebook, exported as CSV", "Moodle's grading worksheet, a CSV"
+    system.add_argument("--canvas", type=Path, metavar="CSV", help=canvas)
+    system.add_argument("--moodle", type=Path, metavar="CSV", help=moodle)
+    add("--column", default="", help="the assignment's name in Canvas, if it has another one")
+    command.set_defaults(run=_export)
 
     command = commands.add_parser("preview", help="write assignments as pages of the book")
     command.add_argument("sources", **_SOURCES)
@@ -180,6 +191,17 @@ def _grade(options: argparse.Namespace) -> int:
         print(f"{result.student}: {score} of {result.points:g}{remark}")
     print(_summary(results))
     return 3 if any(result.needs_human for result in results) else 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    if options.canvas:
+        done = export_canvas(options.graded, options.canvas, options.column)
+    else:
+        done = export_moodle(options.graded, options.moodle)
+    for problem in done.problems:
+        print(f"Left as it was: {problem}")
+    print(f"{done.filled} students have points in {', '.join(map(str, done.files))}")
+    return 1 if done.problems else 0
 
 
 def _summary(results: list[Result]) -> str:

@@ -18,7 +18,7 @@ from grader.source import Assignment, CheckSource, WrongAnswer
 
 SHOWN_SEED = 1  # of the inputs that students and authors see
 _DRAWING = 60.0  # seconds for all draws of an assignment
-_MARGIN = 120.0  # seconds that a sandbox may take beyond the ranks' own limit
+_MARGIN = 10.0  # seconds that a sandbox may take beyond the ranks' own limit
 
 
 class AuthorError(RuntimeError):

@@ -130,4 +130,8 @@ def _read(one: Work, assignment: Assignment) -> Submission:
     if one.path.suffix != ".ipynb" or one.path.is_dir():
         why = one.warning or f"{one.path.name} is not a notebook"
         return Submission(assignment.stubs(), unreadable=why)
-    return read_submission(one.path, assignment)
+    try:
+        return read_submission(one.path, assignment)
+    except Exception as error:  # one student's matter, not that of all who are graded together
+        why = f"the file cannot be read: {type(error).__name__}: {str(error)[:200]}"
+        return Submission(assignment.stubs(), unreadable=why)

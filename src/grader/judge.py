@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from grader.sandbox import StoppedError
 from labkit.launch.guard import run_guarded
 
 _CELL = 3600  # seconds that nbval waits for a text
+_ENDING = 300.0  # seconds that nbval may take once every text is there
 _LOOK_EVERY = 0.1  # seconds
 _NOTEBOOK, _VERDICTS, _SAID = "bench.ipynb", "verdicts.xml", "said"
 _NUMBER = re.compile(r"Cell (\d+)$")
@@ -56,7 +58,8 @@ class Judge:
 
         A verdict is missing where nbval failed. Raises StoppedError soon after `stop` is set.
         """
-        while self._guard.poll() is None:
+        end = time.monotonic() + _ENDING
+        while self._guard.poll() is None and time.monotonic() < end:
             if stop.wait(_LOOK_EVERY):
                 raise StoppedError
         found = {}

@@ -5,34 +5,34 @@ that was edited counts. What is missing counts as not written. Outputs, tags, me
 locked cells, cells that were added: none is read, so none can matter.
 """
 
-import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from IPython.core.inputtransformer2 import TransformerManager
-
+from grader.allowed import unusual
 from grader.notebook_file import LONGEST, UnreadableError, code_cells
 from grader.source import Assignment, kind_of, parse, source_of
 
-# With these a solution can look around in its process, change what is recorded there, or
-# communicate in other ways. No task needs them.
-LOOKS_AROUND = {"_getframe", "_current_frames", "f_back", "f_locals", "f_globals", "tb_frame"}
-LOOKS_AROUND |= {"__closure__", "__code__", "cell_contents", "__globals__", "gc", "inspect"}
-LOOKS_AROUND |= {"settrace", "setprofile", "ctypes", "socket", "subprocess", "modules", "__dict__"}
-LOOKS_AROUND |= {"open", "mmap", "shared_memory", "multiprocessing", "grader", "labkit", "seen"}
-LOOKS_AROUND |= {
-    "_disable_current_modes",
-    "_get_default_store",
-    "FileStore",
-    "TCPStore",
-    "HashStore",
-}
-# Cell magics whose body is Python all the same, and line magics that run the rest of their line.
-_CELL_MAGIC = re.compile(r"\A\s*%%(time|timeit|capture|prun|python3?|memit|mprun)\b.*")
-_TIMED = re.compile(r"^(\s*)%(?:time|timeit|prun|memit) +(?!-)", re.M)
-_CALL = re.compile(r"get_ipython\(\)\.\w+\(.*\)$", re.M)
+# Cell magics whose body is another language; the body of any other is Python all the same.
+_OTHER_LANGUAGE = re.compile(
+    r"\s*%%(bash|sh|script|cmd|html|HTML|javascript|js|latex|markdown|perl|ruby|svg|SVG|system|sx|!)"
+)
+_CELL_MAGIC = re.compile(r"\A\s*%%\w.*")
+# Line magics that run the rest of their line, and what is a magic, a shell command, or a question.
+_TIMED = re.compile(r"(\s*)%(?:time|timeit|prun|memit) +(?!-)(.*)")
+_MAGIC = re.compile(
+    r"(\s*)(?:(\w[\w, ]*=\s*)(?:%(?=[a-zA-Z])|!)|%(?=[a-zA-Z])|!|\?|[\w.*]+\?{1,2}\s*$).*"
+)
+# What a line may hold in which a line's end ends nothing: strings, comments, brackets.
+_PIECE = re.compile(
+    r"""\'{3}(?:\\.|[^\\])*?(?:\'{3}|\Z)|"{3}(?:\\.|[^\\])*?(?:"{3}|\Z)|'(?:\\.|[^'\\\n])*'?"""
+    r"""|"(?:\\.|[^"\\\n])*"?|\#[^\n]*|\\\n|[\[({]|[\])}]|\n""",
+    re.S,
+)
+
+_MOST_TOLD = 5  # magics of one cell
 
 
 @dataclass
@@ -50,14 +50,21 @@ def read_submission(path: str | Path, assignment: Assignment) -> Submission:
         cells = code_cells(Path(path))
     except UnreadableError as error:
         return Submission(assignment.stubs(), unreadable=str(error))
-    submission = Submission({})
+    submission, known = Submission({}), known_to(assignment)
     for name, solution in assignment.solutions.items():
         submission.solutions[name] = _choose(name, solution.stub, cells, submission.notes)
-        found = _looks_around(submission.solutions[name])
-        if found:
-            submission.notes.append(f"cell {name} uses {', '.join(found)}: a person should look")
+        if submission.solutions[name] != solution.stub and (
+            found := unusual(submission.solutions[name], known)
+        ):
+            submission.notes.append(f"cell {name}, {'; '.join(found)}: a person should look")
     _compare_locked(assignment, cells, submission.notes)
     return submission
+
+
+def known_to(assignment: Assignment) -> str:
+    """The teacher's code, whose names a solution may use: what is given, and what checks call."""
+    checks = [check.source for check in assignment.checks]
+    return "\n".join([*assignment.givens, *assignment.stubs().values(), *checks])
 
 
 def _choose(name: str, stub: str, cells: list[dict[str, Any]], notes: list[str]) -> str:
@@ -78,7 +85,9 @@ def _choose(name: str, stub: str, cells: list[dict[str, Any]], notes: list[str])
         return stub
     source, ignored = without_magics(chosen["source"])
     if ignored:
-        notes.append(f"cell {name}: {', '.join(ignored)} was ignored: only Python is graded")
+        more = f" and {len(ignored) - _MOST_TOLD} more" if len(ignored) > _MOST_TOLD else ""
+        told = ", ".join(ignored[:_MOST_TOLD]) + more
+        notes.append(f"cell {name}: {told} was ignored: only Python is graded")
     return source
 
 
@@ -87,15 +96,38 @@ def without_magics(source: str) -> tuple[str, list[str]]:
 
     A student's notebook runs with them, so a solution must not be lost over them.
     """
-    timed = _TIMED.sub(r"\1", _CELL_MAGIC.sub(lambda found: "\n" * found[0].count("\n"), source))
-    if _is_python(source) or timed.lstrip().startswith("%%"):  # or of another language
+    if _is_python(source) or _OTHER_LANGUAGE.match(source):
         return source, []
-    python = _CALL.sub("None", TransformerManager().transform_cell(timed))
-    if not timed.endswith("\n"):
-        python = python.removesuffix("\n")  # IPython adds it
-    python = "\n" * (timed.count("\n") - python.count("\n")) + python  # IPython drops blank lines
-    pairs = zip(source.split("\n"), python.split("\n"), strict=False)
-    return python, [old.strip()[:40] for old, new in pairs if old != new]
+    body = _CELL_MAGIC.sub(lambda found: "\n" * found[0].count("\n"), source)
+    lines = body.split("\n")
+    for number in _first_lines(body):
+        if timed := _TIMED.fullmatch(lines[number]):
+            lines[number] = timed[1] + timed[2]
+        elif magic := _MAGIC.fullmatch(lines[number]):
+            lines[number] = f"{magic[1]}{magic[2] or ''}None"
+    pairs = zip(source.split("\n"), lines, strict=True)
+    return "\n".join(lines), [old.strip()[:40] for old, new in pairs if old != new]
+
+
+def _first_lines(source: str) -> Iterator[int]:
+    """The numbers of the lines that begin a statement; each may be a magic."""
+    at = number = depth = 0
+    starts = True
+    while at < len(source):
+        if starts:
+            yield number
+            end = source.find("\n", at)
+            end = len(source) if end < 0 else end
+            if _MAGIC.fullmatch(source, at, end):
+                at, number = end + 1, number + 1
+                continue
+        piece = _PIECE.search(source, at)
+        if piece is None:
+            return
+        text, at = piece[0], piece.end()
+        number += text.count("\n")
+        depth = max(0, depth + (text in "([{") - (text in ")]}"))
+        starts = text == "\n" and not depth
 
 
 def _is_python(source: str) -> bool:
@@ -104,27 +136,6 @@ def _is_python(source: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
-
-
-def _looks_around(source: str) -> list[str]:
-    """Which of LOOKS_AROUND `source` uses: as a name, an attribute, an import or a whole string.
-
-    A hint for people, not a wall: a name can be hidden.
-    """
-    try:
-        nodes = list(ast.walk(parse(source)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # it will not run either
-        return []
-    words = {node.id for node in nodes if isinstance(node, ast.Name)}
-    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    # `model.modules()` is a method of every module; sys.modules is not called.
-    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-    words |= {n.attr for n in attributes if n.attr != "modules" or id(n) not in called}
-    words |= {node.name.partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
-    words |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
-    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
-    words |= {value for value in constants if isinstance(value, str)}
-    return sorted(words & LOOKS_AROUND)
 
 
 def _compare_locked(assignment: Assignment, cells: list[dict[str, Any]], notes: list[str]) -> None:

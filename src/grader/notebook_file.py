@@ -62,11 +62,13 @@ def hash_of(path: Path) -> str:
 def code_cells(path: Path) -> list[dict[str, Any]]:
     """The code cells of the notebook: id, grade_id and source. Raises UnreadableError."""
     command = [sys.executable, "-I", "-S", __file__]
-    with open_regular(path) as file:
-        done = subprocess.run(command, stdin=file, capture_output=True, check=False)
     try:
+        with open_regular(path) as file:
+            done = subprocess.run(command, stdin=file, capture_output=True, timeout=10 * _SECONDS)
         answer = json.loads(done.stdout)
-    except ValueError:
+    except (ValueError, subprocess.TimeoutExpired) as error:
+        if isinstance(error, UnreadableError):
+            raise
         raise UnreadableError(
             "the file takes too much memory or time to be read; clear its outputs and hand in again"
         ) from None
@@ -99,6 +101,7 @@ def _reduced(cell: Any) -> dict[str, Any] | None:
         source = "".join(source)
     if not isinstance(source, str):
         return None
+    source = source.replace("\r\n", "\n").replace("\r", "\n")
     metadata = cell.get("metadata")
     nbgrader = metadata.get("nbgrader") if isinstance(metadata, dict) else None
     grade_id = nbgrader.get("grade_id") if isinstance(nbgrader, dict) else None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 _MOST_SHARED = 1000  # an array may take this many times its own largest magnitude from others
+_MOST_TEXT = 100_000  # characters of a table; a digest stands for the rest
 _LONGEST = 200  # characters of a string that is shown
 AS_ASKED = "as asked"  # what on_rank returns in place of a complaint about communication
 Results = list[Any]  # what each rank returned
@@ -25,8 +26,13 @@ def text_of(results: Results, key: Results | None, tolerance: float) -> str:
         ]
     lines = [f"{len(results)} rank{'s' if len(results) > 1 else ''}"]
     for rank, own in enumerate(results):
-        lines += [f"  rank {rank}  {place:<24} {_shown(leaf)}" for place, leaf in leaves(own)]
-    return "\n".join(lines)
+        lines += [
+            f"  rank {rank}  {place[:_LONGEST]:<24} {_shown(leaf)}" for place, leaf in leaves(own)
+        ]
+    text = "\n".join(lines)
+    if len(text) <= _MOST_TEXT:
+        return text
+    return f"{text[:_MOST_TEXT]} … {hashlib.sha256(text.encode(errors='replace')).hexdigest()}"
 
 
 def are_same(results: Results, other: Results, tolerance: float) -> bool:
@@ -48,7 +54,8 @@ def leaves(value: Any, place: str = "") -> list[tuple[str, Any]]:
 def _shown(leaf: Any) -> str:
     if isinstance(leaf, np.ndarray):
         with np.errstate(all="ignore"):
-            length = float(np.linalg.norm(leaf.astype("complex128").ravel()))
+            numbers = leaf.astype("complex128" if leaf.dtype.kind == "c" else "float64")
+            length = float(np.linalg.norm(numbers.ravel()))
         digest = hashlib.sha256(np.ascontiguousarray(leaf).tobytes()).hexdigest()[:8]
         return f"{'×'.join(map(str, leaf.shape))} of length {length:.4g} ({leaf.dtype} {digest})"
     return repr(float(f"{leaf:.8g}") if isinstance(leaf, float) else leaf)[:_LONGEST]
@@ -56,10 +63,15 @@ def _shown(leaf: Any) -> str:
 
 def _rounded(own: Any, key: Any, tolerance: float, shared: float = 0.0) -> Any:
     """`key` where `own` is equal to it up to rounding, and otherwise `own`."""
-    if isinstance(key, dict) and isinstance(own, dict) and own.keys() == key.keys():
+    if isinstance(key, dict) and isinstance(own, dict):  # what one has more, or less, is told
         arrays = [one for one in key.values() if isinstance(one, np.ndarray)]
         shared = max(map(_largest, arrays), default=0.0)
-        return {name: _rounded(own[name], key[name], tolerance, shared) for name in key}
+        both = {name for name in key if name in own}
+        if len(both) == len(own) == len(key):
+            own = {name: own[name] for name in key}
+        return {
+            n: _rounded(v, key[n], tolerance, shared) if n in both else v for n, v in own.items()
+        }
     if isinstance(key, list) and isinstance(own, list) and len(own) == len(key):
         return [_rounded(a, b, tolerance) for a, b in zip(own, key, strict=True)]
     return key if _is_close(own, key, tolerance, shared) else own
@@ -106,7 +118,7 @@ def observation(results: Results, key: Results, tolerance: float) -> str:
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return a is b  # rounded to the key's own array, or not
+        return isinstance(a, np.ndarray) and a is b  # rounded to the key's own array, or not
     return type(a) is type(b) and a == b
 
 

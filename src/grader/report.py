@@ -6,6 +6,7 @@ made from these. A check that needs a person has no score, so its submission has
 
 import csv
 import hashlib
+import io
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from grader.grade import CheckResult, Result
 
+_LONGEST_CELL = 8_000  # characters; a spreadsheet takes 32,767
+OVERRIDES = ("override", "override_reason")
 RESULTS, PAGE, TABLE = "results.json", "feedback.html", "grades.csv"
 
 
@@ -36,14 +39,18 @@ def write_results(result: Result, folder: Path, fingerprint: str) -> None:
         report["score"] = result.score
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1, ensure_ascii=True)
-    _write_whole(folder / RESULTS, text)
+    write_whole(folder / RESULTS, text)
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Renamed into place: an interrupted run leaves a whole file, or none."""
     unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(text, encoding="utf-8", errors="replace", newline="")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(text, encoding="utf-8", errors="replace", newline="")
+        unfinished.replace(path)
+    except BaseException:  # such as a full disk
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def read_results(folder: Path) -> tuple[Result, str] | None:
@@ -75,14 +82,15 @@ def sentence_of(check: CheckResult) -> str:
     if check.observation:
         parts.append(as_sentence(check.observation))
     if check.line:
-        parts.append(f"Your line: {check.line}")
+        parts.append(f"Your line: {printable(check.line)}")
     if check.concept not in ("", check.sentence):
         parts.append(f"What it checks: {check.concept}")
     return " ".join(parts)
 
 
 def as_sentence(text: str) -> str:
-    """`text` with a capital first letter and a full stop."""
+    """`text` as it can be shown, with a capital first letter and a full stop."""
+    text = printable(text)
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", ")", "?", "!")) else ".")
 
 
@@ -113,28 +121,42 @@ def write_feedback(result: Result, folder: Path) -> None:
     template = environment.get_template("feedback.html.j2")
     page = template.render(result=result, sentence_of=sentence_of, as_sentence=as_sentence)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_whole(folder / PAGE, page)
+    write_whole(folder / PAGE, page)
 
 
 def write_csv(results: Iterable[Result], path: Path) -> None:
-    """One line per student: score, points, each check, the reasons, and notes."""
+    """One line per student: score, points, each check, the reasons, and notes.
+
+    What a person wrote into the columns `override` and `override_reason` of the table that is there
+    is kept.
+    """
     results = list(results)
     names = list(dict.fromkeys(check.name for result in results for check in result.checks))
     head = ["student", "id", "assignment", "score", "points", *names]
-    head += ["needs_human", "reasons", "notes", "warning"]
-    unfinished = path.with_name(f"{path.name}.part")
-    with unfinished.open("w", encoding="utf-8", errors="replace", newline="") as file:
-        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
-        writer.writerow(head)
-        for result in results:
-            of = {c.name: "" if c.needs_human else c.score for c in result.checks}
-            row: list[Any] = [result.student, result.id, result.assignment]
-            row += ["" if result.needs_human else result.score, result.points]
-            row += [of.get(name, "") for name in names]
-            row += [result.needs_human, reasons(result)]
-            row += ["; ".join(result.notes), result.warning]
-            writer.writerow([as_text(cell) if isinstance(cell, str) else cell for cell in row])
-    unfinished.replace(path)
+    head += ["needs_human", "reasons", "notes", "warning", *OVERRIDES]
+    kept = _overrides(path)
+    table = io.StringIO()
+    writer = csv.writer(table, quoting=csv.QUOTE_NONNUMERIC)
+    writer.writerow(head)
+    for result in results:
+        of = {c.name: "" if c.needs_human else c.score for c in result.checks}
+        row: list[Any] = [result.student, result.id, result.assignment]
+        row += ["" if result.needs_human else result.score, result.points]
+        row += [of.get(name, "") for name in names]
+        row += [result.needs_human, reasons(result)]
+        row += ["; ".join(result.notes), result.warning]
+        row += kept.get(as_text(result.student), ("", ""))
+        writer.writerow([as_text(cell) if isinstance(cell, str) else cell for cell in row])
+    write_whole(path, table.getvalue())
+
+
+def _overrides(path: Path) -> dict[str, tuple[str, ...]]:
+    """By student: the points that a person gave instead of the score, and why."""
+    if not path.exists():
+        return {}
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file, restval="")
+        return {row["student"]: tuple(row.get(name, "") for name in OVERRIDES) for row in rows}
 
 
 def reasons(result: Result) -> str:
@@ -154,12 +176,19 @@ def as_text(text: str) -> str:
     """`text` as one line that no spreadsheet calculates.
 
     A spreadsheet takes a cell for a formula by its first character, and one that does not follow
-    quotes may cut a cell at a separator. So no quote remains, and no formula begins anywhere.
+    quotes may cut a cell at a separator. So no quote remains, and no formula begins anywhere. What
+    a terminal would obey is a "?", and a cell is no longer than a spreadsheet takes.
     """
-    line = " ".join(text.replace('"', "'").split())
+    line = printable(" ".join(text.replace('"', "'").split()))
+    line = line if len(line) <= _LONGEST_CELL else f"{line[: _LONGEST_CELL - 1]}…"
     plain = unicodedata.normalize("NFKC", line)
     begins = re.search(r"(^|[;,|])[\s']*([=+@]|-(?!\s*\d[\d.]*\s*$))", plain)
     return f"'{re.sub('[;|]', ' ', line)}" if begins else line
+
+
+def printable(text: str) -> str:
+    """`text` without what a terminal or a page would obey, such as escape sequences."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def folder_name(student: str) -> str:
@@ -169,6 +198,7 @@ def folder_name(student: str) -> str:
         os.fsencode(safe)
     except UnicodeEncodeError:  # a C locale
         safe = safe.encode("ascii", "replace").decode().replace("?", "_")
-    if safe == student and safe.casefold() not in (TABLE, f"{TABLE}.part"):
+    looks_added = re.search(r"-[0-9a-f]{6}$", safe)  # nobody's name is another's with its digest
+    if safe == student and safe.casefold() not in (TABLE, f"{TABLE}.part") and not looks_added:
         return safe
     return f"{safe}-{hashlib.sha256(student.encode(errors='replace')).hexdigest()[:6]}"

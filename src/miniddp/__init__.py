@@ -18,11 +18,18 @@ The core, in reading order, one idea per file; a file imports only what comes be
 `errors`           the longer messages of the core
 =================  =============================================================================
 
-The rooms. They import the core, never the reverse:
+Beside the core, three files that stand alone:
+
+=================  =============================================================================
+`losses`           which loss each rank back-propagates: the one equation
+`sync_batch_norm`  batch normalization over the batch of all ranks
+`data_parallel`    `MiniDataParallel`: one process, several replicas, summed gradients
+=================  =============================================================================
+
+The rooms. They import these files, never the reverse:
 
 =================  =============================================================================
 `collectives`      all-reduce from send and receive; collectives with a gradient
-`training`         which loss to back-propagate, SyncBatchNorm, MiniDataParallel
 `extras`           comm hooks, the bucket planner, local SGD and DiLoCo
 `sharded`          the same average in pieces: ZeRO-1, ZeRO-2, `fully_shard`, Muon
 `torch_drop_in`    `DistributedDataParallel`: torch's class name, every keyword, its speed
@@ -32,3 +39,5 @@ The rooms. They import the core, never the reverse:
 from miniddp.ddp import MiniDDP
 
 __all__ = ["MiniDDP"]
+
+__version__ = "0.1.0"

@@ -9,7 +9,8 @@ one. Source: `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,15 +37,17 @@ def sizes_of(parameters: Iterable[torch.Tensor]) -> list[ParameterSize]:
 def bucket_caps(caps_mb: float | Sequence[float] | None = None) -> tuple[int, ...]:
     """The caps in bytes, one per bucket; the last applies to all later buckets.
 
-    `caps_mb` is one cap in MiB, or one per bucket. Raises ValueError unless all are finite and ≥ 0.
+    `caps_mb` is one cap in MiB, or one per bucket. Raises ValueError unless all are finite numbers
+    and ≥ 0.
     """
     if caps_mb is None:
         return (FIRST_CAP_BYTES, DEFAULT_CAP_MB * MIB)
-    caps = list(caps_mb) if isinstance(caps_mb, Sequence) else [caps_mb]
-    if not caps or not all(0 <= cap < math.inf for cap in caps):
+    caps: list[Any] = list(caps_mb) if isinstance(caps_mb, Sequence) else [caps_mb]
+    numbers = len(caps) > 0 and all(isinstance(cap, Real) for cap in caps)
+    if not numbers or not all(0 <= cap < math.inf for cap in caps):
         raise ValueError(
-            "bucket caps are sizes in MiB: at least one, none of them negative, infinite, or NaN, "
-            f"but got {caps}; 0 puts every parameter into a bucket of its own"
+            "bucket caps are sizes in MiB, as numbers: at least one, none of them negative, "
+            f"infinite, or NaN, but got {caps}; 0 puts every parameter into a bucket of its own"
         )
     return tuple(int(cap * MIB) for cap in caps)
 

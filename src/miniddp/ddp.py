@@ -38,6 +38,11 @@ def disable_dynamo(function: Callable, recursive: bool = True) -> Callable:
     return torch._disable_dynamo(function, recursive=recursive)
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether `module` itself is a wrapper that averages gradients: one of ours, or torch's."""
+    return isinstance(module, MiniDDP | nn.parallel.DistributedDataParallel)
+
+
 class MiniDDP(nn.Module):
     """Averages the gradients of `module` over the ranks of a process group, during backward.
 
@@ -54,10 +59,12 @@ class MiniDDP(nn.Module):
     Raises:
         RuntimeError: the ranks' models or settings differ, or nothing is trainable. With
             `init_sync`, every rank raises, even if only one has the cause.
+        TypeError: `module` is no module or is wrapped already, or a keyword is unknown.
         ValueError: no process group, this rank is outside it, or the cap is invalid.
     """
 
     reducer_class: type[Reducer] = Reducer
+    takes_wrappers = False  # whether a wrapper may be wrapped again, as torch allows
     _ddp_sink_clone = True  # whether outputs are copied when unused parameters are searched
 
     # 1. Construction ------------------------------------------------------------------------------
@@ -71,7 +78,10 @@ class MiniDDP(nn.Module):
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
+        **unknown: Any,
     ):
+        if unknown:
+            raise TypeError(errors.unknown_keywords(list(unknown)))
         super().__init__()
         self.process_group = this_group(process_group)
         self.module = module
@@ -96,6 +106,9 @@ class MiniDDP(nn.Module):
         settings: dict[str, Any] = {}
         problem: Exception | None = None
         try:
+            wrapped = is_wrapped(self.module) and not self.takes_wrappers
+            if not isinstance(self.module, nn.Module) or wrapped:
+                raise TypeError(errors.cannot_be_wrapped(self.module))
             state = self.state_to_broadcast()
             self.resolve_settings()
             settings = self.common_settings()
@@ -207,6 +220,9 @@ class MiniDDP(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a MiniDDP cannot be copied: copy or save its .module, and wrap the copy")
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         """Whether to take rank 0's buffers now."""

@@ -43,6 +43,22 @@ def nothing_to_average(module: str) -> str:
     )
 
 
+def unknown_keywords(names: Sequence[str]) -> str:
+    """MiniDDP has no such keywords; the class with torch's name may."""
+    return (
+        f"MiniDDP has no keyword {', '.join(names)}. miniddp.torch_drop_in.DistributedDataParallel "
+        "takes every keyword of torch's DistributedDataParallel, static_graph among them."
+    )
+
+
+def cannot_be_wrapped(module: object) -> str:
+    """`module` is no module, or a wrapper."""
+    kind = type(module).__name__
+    if not isinstance(module, torch.nn.Module):
+        return f"MiniDDP wraps an nn.Module, but got {module!r}, of type {kind}."
+    return f"This module is a {kind}, which averages its gradients already: wrap its .module."
+
+
 def different(what: str, rank: int, every: Sequence[Mapping[str, str]], advice: str) -> str:
     """The ranks' models or settings differ; `every`: each rank's values, by name."""
     lines = []

@@ -1,6 +1,6 @@
 """One trainer of the suite as a script of its own, for a certificate.
 
-    python -m ddp_doctor --certify --ranks 2 surveys/trainers/as_script.py transformers
+    PYTHONPATH=. python -m ddp_doctor --certify --ranks 2 surveys/trainers/as_script.py transformers
 
 2 ranks, in the first of `SETTINGS` that the trainer has. The samples repeat, so that there are as
 many steps as a certificate looks at.
@@ -13,8 +13,8 @@ import sys
 import warnings
 from typing import Any
 
-from trainers import TRAINERS
-from union_cases import Deal
+from surveys.trainers.cases import Deal
+from surveys.trainers.trainers import TRAINERS
 
 SETTINGS = "WxK", "W", "W=2"
 PASSES = 17
@@ -37,7 +37,7 @@ def main(name: str) -> None:
     trainer = TRAINERS[name]
     case = trainer.family.cases[next(one for one in SETTINGS if trainer.has(one))]
     file, function = trainer.adapter.split(":")
-    adapter = getattr(importlib.import_module(file), function)
+    adapter = getattr(importlib.import_module(f"surveys.trainers.{file}"), function)
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if world > 1:
         import torch.distributed as dist

@@ -1,7 +1,7 @@
 """A second program for each cell that is not equal: ratio and cosine by formula, steps by counting.
 
-    python surveys/trainers/by_hand.py              # all trainers that are installed
-    python surveys/trainers/by_hand.py --store      # and print on the page what they confirm
+    python -m surveys.trainers.by_hand              # all trainers that are installed
+    python -m surveys.trainers.by_hand --store      # and print on the page what they confirm
 
 `formulas` has the formulas. For "no step", the trainer runs here in a program of its own, on
 numbers instead of samples, and its steps are counted. Where that needs more than the trainer's
@@ -9,15 +9,16 @@ loop, the line that decides was read instead.
 """
 
 import argparse
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[2] / "book/reference/trainers.json"
-STORED = RESULTS.with_name("trainers_by_hand.json")
+from surveys.trainers.page import write
+from surveys.trainers.stored import BY_HAND, agrees, as_json, rows
+from surveys.trainers.stored import by_hand as by_hand_stored
+from surveys.trainers.trainers import TRAINERS
+
 K = 3
 LAST_WINDOW, SHORT_BATCH = [4] * 5, [8, 8, 4]  # the sizes of the micro-batches
 # Where a number of steps, or an error, was read: the line that decides.
@@ -130,7 +131,7 @@ COUNTED: dict[str, Callable[[Any, Any, Sequence[Any]], None]] = {
 
 def by_hand(name: str, property_: str, text: str) -> Found | None:
     """What the second program finds for a cell that says `text`; None if there is none."""
-    import formulas
+    from surveys.trainers import formulas
 
     if line := READ.get((name, property_)):
         return {"read": line}
@@ -142,48 +143,20 @@ def by_hand(name: str, property_: str, text: str) -> Found | None:
     return None
 
 
-def agrees(cell: Mapping[str, str], found: Mapping[str, Any] | None) -> bool:
-    """Whether a stored cell and the second program say the same: all four digits, or as many steps
-    (the line that was read says so, too).
-    """
-    if found is None:
-        return False
-    if found.get("ratio") == "nan":
-        return cell["text"] == "not finite"
-    if "ratio" in found:
-        return f"ratio {found['ratio']:.4f}, cosine {found['cosine']:.4f}" in cell["detail"]
-    return "read" in found or f"{found['steps']} steps were taken" in cell["detail"]
-
-
-def stored() -> dict[tuple[str, str], Found]:
-    rows = json.loads(STORED.read_text()) if STORED.exists() else []
-    return {(row.pop("trainer"), row.pop("property")): row for row in rows}
-
-
 def store(found: Mapping[tuple[str, str], Found]) -> None:
-    from page import write_page
-    from trainers import TRAINERS
-
-    rows = stored() | dict(found)
-    STORED.write_text(
-        json.dumps(
-            [
-                {"trainer": name, "property": one, **rows[name, one]}
-                for name, trainer in TRAINERS.items()
-                for one in trainer.family.cases
-                if (name, one) in rows
-            ],
-            indent=1,
-            ensure_ascii=False,
-        )
-        + "\n"
-    )
-    write_page()
+    """Both files; the page last."""
+    known = by_hand_stored() | dict(found)
+    kept = [
+        {"trainer": name, "property": one, **known[name, one]}
+        for name, trainer in TRAINERS.items()
+        for one in trainer.family.cases
+        if (name, one) in known
+    ]
+    BY_HAND.write_text(as_json(kept))
+    write(rows())
 
 
 def main() -> None:
-    from trainers import TRAINERS
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trainers", nargs="*", metavar="TRAINER", help="default: all installed")
     parser.add_argument("--store", action="store_true")
@@ -192,7 +165,7 @@ def main() -> None:
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
     warnings.filterwarnings("ignore")
     known = {}
-    for row in json.loads(RESULTS.read_text()):
+    for row in rows():
         for property_, cell in row["cells"].items():
             name = row["trainer"]
             if name not in names or cell["text"] == "equal":

@@ -1,6 +1,6 @@
-"""Measure the trainers a second time: by a certificate, which shares no code with the suite.
+"""Measure the trainers a second time: by a certificate of the same adapters.
 
-    python surveys/trainers/certified.py [TRAINER …]    # certify, store, print on the page
+    python -m surveys.trainers.certified [TRAINER …]    # certify, store, print on the page
 
 The suite compares a trainer's gradient with that of its promise. The certificate knows no promise:
 it compares the ranks of a script with one process of the same script (`as_script`). Both run in
@@ -9,7 +9,6 @@ the same setting.
 
 import argparse
 import datetime
-import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import ddp_doctor
-from trainers import TRAINERS, version
+from surveys.trainers.stored import CERTIFIED, PAGE, as_json, rows
+from surveys.trainers.trainers import TRAINERS, version
 
 ROOT = Path(__file__).resolve().parents[2]
-STORED = ROOT / "book/reference/trainers_certified.json"
-RESULTS = STORED.with_name("trainers.json")  # of the suite
-PAGE = RESULTS.with_suffix(".md")
 START = "% The next lines are written by surveys/trainers/certified.py.\n"
 END = "% Until here, by certified.py.\n"
 # The cells that have the certificate's setting, or W for a trainer that has none of these.
@@ -63,15 +60,13 @@ def certified(name: str) -> dict[str, Any]:
 
 
 def stored() -> dict[str, Row]:
-    rows = json.loads(STORED.read_text()) if STORED.exists() else []
-    return {row["trainer"]: row for row in rows}
+    return {row["trainer"]: row for row in rows(CERTIFIED)}
 
 
 def store(row: Row) -> None:
     """Replace one row, and print the page's table; both keep the order of the trainers."""
-    rows = stored() | {row["trainer"]: row}
-    kept = [rows[name] for name in TRAINERS if name in rows]
-    STORED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    known = stored() | {row["trainer"]: row}
+    CERTIFIED.write_text(as_json([dict(known[name]) for name in TRAINERS if name in known]))
     write_page()
 
 
@@ -82,11 +77,11 @@ def write_page() -> None:
 
 def printed() -> str:
     """A table of the certified trainers: both verdicts, and whether they agree. Which are not."""
-    rows = stored()
+    known = stored()
     agreeing: list[str] = []
     notes: dict[str, list[str]] = {}  # what is said: of which trainers
     lines = ["| trainer | tables above | certificate | agree |", "|---|---|---|---|"]
-    for name, row in rows.items():
+    for name, row in known.items():
         texts = compared(name)
         agreeing.append(agree(list(texts.values()), row))
         shown = ", ".join(f"{one}: {text}" for one, text in texts.items())
@@ -96,9 +91,9 @@ def printed() -> str:
             notes.setdefault(said, []).append(f"**{name}**")
     counts = (agreeing.count(one) for one in ("yes", "**no**", "–"))
     counted = "{} of {} trainers were certified: {} agree, {} disagree, {} are not judged.".format(
-        len(rows), len(TRAINERS), *counts
+        len(known), len(TRAINERS), *counts
     )
-    left = ", ".join(name for name in TRAINERS if name not in rows)
+    left = ", ".join(name for name in TRAINERS if name not in known)
     lines += ["", counted + (f" No certificate: {left}." if left else "")]
     if notes:
         lines += ["", "What the doctor says is in quotation marks."]
@@ -118,9 +113,9 @@ def measured(row: Row) -> str:
 
 def compared(name: str) -> dict[str, str]:
     """What the suite stored in the certificate's setting."""
-    rows = {row["trainer"]: row["cells"] for row in json.loads(RESULTS.read_text())}
+    cells = {row["trainer"]: row["cells"] for row in rows()}
     names = [one for one in COMPARED if TRAINERS[name].has(one)] or ["W"]
-    return {one: rows[name][one]["text"] for one in names}
+    return {one: cells[name][one]["text"] for one in names}
 
 
 def agree(texts: list[str], row: Row) -> str:
@@ -136,6 +131,7 @@ def main() -> None:
     parser.add_argument("trainers", nargs="*", metavar="TRAINER", help=f"default: {' '.join(here)}")
     names = parser.parse_args().trainers or here
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false")
+    os.environ["PYTHONPATH"] = str(ROOT)
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         for row in pool.map(certified, names):
             store(row)

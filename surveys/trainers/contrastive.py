@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tiny import Watched, union_loader
-from union_cases import SAMPLES, Deal
+from surveys.trainers.cases import SAMPLES, Deal
+from surveys.trainers.tiny import Watched, union_loader
 
 WIDTH = 8
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tiny import Watched, union_loader
-from union_cases import SAMPLES, Deal
+from surveys.trainers.cases import SAMPLES, Deal
+from surveys.trainers.tiny import Watched, union_loader
 
 BOXES = [1, 0, 2, 1, 3, 1, 5, 4, 2, 6, 3, 1]
 QUERIES, CLASSES, WIDTH = 8, 5, 8

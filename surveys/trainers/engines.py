@@ -14,10 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
-from cases import Case
-from further import OnlyTokens
-from plain import own_group
-from tiny import IGNORED, NoStepError, Watched, collate_counted, loader, losses, model
+from surveys.trainers.cases import Case
+from surveys.trainers.further import OnlyTokens
+from surveys.trainers.plain import own_group
+from surveys.trainers.tiny import (
+    IGNORED,
+    NoStepError,
+    Watched,
+    collate_counted,
+    loader,
+    losses,
+    model,
+)
 
 Batch = dict[str, Tensor]
 

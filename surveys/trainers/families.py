@@ -10,8 +10,7 @@ A case has at least `world`, `base`, and `factors()`: see `cases.Case`.
 
 from typing import Any, NamedTuple
 
-from cases import CASES
-from union_cases import UNION_CASES
+from surveys.trainers.cases import CASES, UNION_CASES
 
 
 class Family(NamedTuple):

@@ -8,15 +8,14 @@ ranks' optimizer would get, and another one the loss that is wanted.
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+import contrastive
+import detection
+import tiny
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import contrastive
-import detection
-import tiny
-from cases import CASES, Case, Sample
-from union_cases import ALL, UNION_CASES, Deal
+from surveys.trainers.cases import ALL, CASES, UNION_CASES, Case, Deal, Sample
 
 Group = Sequence[Sample]
 Mean = Callable[[nn.Module, Group], Tensor]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
-from cases import LONGEST, Case
-from hugging_face import trainer
-from plain import own_group
-from tiny import IGNORED, Watched, loader, model
+from surveys.trainers.cases import LONGEST, Case
+from surveys.trainers.hugging_face import trainer
+from surveys.trainers.plain import own_group
+from surveys.trainers.tiny import IGNORED, Watched, loader, model
 
 CHUNKS = 8  # of the logits, along the tokens
 

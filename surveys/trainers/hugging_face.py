@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from cases import Case
-from plain import own_group
-from tiny import IGNORED, Watched, collate, losses, model
+from surveys.trainers.cases import Case
+from surveys.trainers.plain import own_group
+from surveys.trainers.tiny import IGNORED, Watched, collate, losses, model
 
 
 def arguments(case: Case, folder: str) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from lightning_fabric import Fabric
 from pytorch_lightning import LightningModule, Trainer
 from torch import Tensor
 
-from cases import Case
-from tiny import IGNORED, Watched, loader, losses, model
+from surveys.trainers.cases import Case
+from surveys.trainers.tiny import IGNORED, Watched, loader, losses, model
 
 
 class Module(LightningModule):

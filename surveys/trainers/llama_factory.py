@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from transformers import Seq2SeqTrainingArguments
 
-from cases import Case
-from hugging_face import arguments, rows
-from tiny import Watched, collate, model
+from surveys.trainers.cases import Case
+from surveys.trainers.hugging_face import arguments, rows
+from surveys.trainers.tiny import Watched, collate, model
 
 LOSSES = "dft", "eaft", "asft"
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from cases import PAD, Case
-from plain import own_group
-from tiny import IGNORED, NoStepError, Watched, collate, loader, losses, model
+from surveys.trainers.cases import PAD, Case
+from surveys.trainers.plain import own_group
+from surveys.trainers.tiny import IGNORED, NoStepError, Watched, collate, loader, losses, model
 
 Batch = dict[str, Tensor]
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.launch.lab import leave_group
-from trainers import TRAINERS
+from surveys.trainers.trainers import TRAINERS
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -28,7 +28,7 @@ def cell(name: str, property_: str, stem: Path) -> None:
     try:
         if RANK == 0 and trainer.family.reference:
             references = function(trainer.family.reference)
-            torch.save(references(case, trainer.promise), f"{stem}.wanted.pt")
+            torch.save(references(case, trainer.wanted), f"{stem}.wanted.pt")
         adapter = function(trainer.adapter)
         torch.save(adapter(case, RANK, *trainer.options), f"{stem}.{RANK}.pt")
     except Exception as error:
@@ -39,7 +39,7 @@ def cell(name: str, property_: str, stem: Path) -> None:
 def function(name: str) -> Callable[..., Any]:
     """The one that is called "file:function"."""
     file, _, own = name.partition(":")
-    return getattr(importlib.import_module(file), own)
+    return getattr(importlib.import_module(f"surveys.trainers.{file}"), own)
 
 
 def main(folder: str, *words: str) -> None:

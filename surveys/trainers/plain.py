@@ -5,9 +5,9 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import Case
-from miniddp.training import accumulation_windows, loss_scale
-from tiny import IGNORED, Watched, loader, losses, model
+from miniddp.losses import accumulation_windows, loss_scale
+from surveys.trainers.cases import Case
+from surveys.trainers.tiny import IGNORED, Watched, loader, losses, model
 
 
 def loop(case: Case, rank: int, counted: bool, sharded: bool = False) -> list[Tensor]:

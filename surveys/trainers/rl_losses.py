@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from cases import Case
-from tiny import IGNORED, Watched, collate_counted, losses, model
+from surveys.trainers.cases import Case
+from surveys.trainers.tiny import IGNORED, Watched, collate_counted, losses, model
 
 Aggregate = Callable[..., Tensor]
 Batch = dict[str, Tensor]

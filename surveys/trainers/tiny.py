@@ -12,9 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cases import EOS, PAD, VOCABULARY, Case, Sample, wanted
 from labkit.testing import verdict
-from union_cases import Deal
+from surveys.trainers.cases import EOS, PAD, VOCABULARY, Case, Deal, Sample, wanted
 
 IGNORED = -100
 

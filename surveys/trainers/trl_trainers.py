@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_outputs import SequenceClassifierOutput
 from trl.trainer import grpo_trainer, rloo_trainer
 
-from cases import BETA, EOS, FIRST_WORD, LONGEST, PAD, VOCABULARY, Case, Sample
-from hugging_face import arguments
-from tiny import Watched, collate, model
+from surveys.trainers.cases import BETA, EOS, FIRST_WORD, LONGEST, PAD, VOCABULARY, Case, Sample
+from surveys.trainers.hugging_face import arguments
+from surveys.trainers.tiny import Watched, collate, model
 
 WORDS = ["<pad>", "<eos>", *(f"w{i}" for i in range(FIRST_WORD, VOCABULARY))]
 

@@ -3,9 +3,10 @@
 from copy import copy, deepcopy
 from typing import Any, NotRequired, TypeVar, cast, get_origin, get_type_hints
 
-from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.findings import Finding
+from ddp_doctor.explain.observed import observed
 from ddp_doctor.explain.rules import examine
+from ddp_doctor.explain.steps import Step, steps_of
 from ddp_doctor.facts.journal import ProcessJournal, Status
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import (
@@ -84,7 +85,7 @@ def window(
         "backwards": backwards,
         "snapshot": fact(SnapshotFact, grads=gradients, hashes=hashes, local=local),
         "after": fact(ReplicaFact),
-        "stale": fact(StaleFact, anywhere=2),
+        "stale": fact(StaleFact),
         "step_place": "train.py:10",
         "world": 0,
     }
@@ -116,9 +117,23 @@ def run_of(windows: list[WindowFact], **facts: Any) -> Run:
 
 
 def findings(run: Run) -> dict[str, Finding]:
-    found = {each.code: each for each in examine(run, equation(run))}
-    assert not run.notes, run.notes  # a rule that fails says so here
+    found = {each.code: each for each in examine(run, steps_of(run))}
+    assert not run.unchecked, run.unchecked  # a rule that fails says so here
     return found
+
+
+def lines(run: Run) -> dict[str, str]:
+    """What is said to be measured, by name."""
+    return {line.name: line.text for line in observed(run, steps_of(run)).lines}
+
+
+def kinds(run: Run) -> list[str]:
+    """How each step combined the ranks."""
+    return [step.combination.kind for step in steps_of(run)]
+
+
+def first_step(run: Run) -> Step:
+    return steps_of(run)[0]
 
 
 def run_with_steps(steps: list[list[WindowFact]], **facts: Any) -> Run:

@@ -29,6 +29,6 @@ def test_a_script_is_named_by_its_cause_or_runs_unchanged_and_gets_no_warning(
         assert script.expected <= {finding["code"] for finding in findings}
         return
     assert not {finding["severity"] for finding in findings} & {"error", "warning"}
-    assert looked.report["equation"]["seen"]
+    assert looked.report["measured"]
     assert not looked.differences(server.run(script, doctor=False))
     assert looked.steps, "no optimizer step was fingerprinted: nothing was compared"

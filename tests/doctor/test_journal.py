@@ -58,3 +58,22 @@ def test_a_forked_child_writes_nothing_into_its_parents_journal(tmp_path: Path) 
     os.waitpid(child, 0)
     text = next(tmp_path.glob("*.jsonl")).read_text()
     assert [json.loads(line)["kind"] for line in text.splitlines()] == ["parent"]
+
+
+def test_a_script_that_closes_all_descriptors_keeps_its_own_files_as_they_are(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run").mkdir()
+    child = os.fork()
+    if child == 0:
+        one = Journal(tmp_path / "run")
+        os.closerange(3, 4096)
+        files = [os.open(tmp_path / f"own{n}", os.O_CREAT | os.O_RDWR) for n in range(64)]
+        one.write("batch", iterator=1)
+        one.set_status("all_reduce")
+        os._exit(sum(os.fstat(file).st_size for file in files) > 0)
+    assert os.waitpid(child, 0)[1] == 0, "the journal wrote into the script's own files"
+    (journal_of_child,) = read(tmp_path / "run")
+    assert journal_of_child.facts["batch"] == [{"iterator": 1}]
+    assert journal_of_child.status is not None
+    assert journal_of_child.status.doing == "all_reduce"

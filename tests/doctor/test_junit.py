@@ -7,8 +7,8 @@ import pytest
 from doctor.journals import run_of, step
 
 from ddp_doctor.certificate.program import exit_code
-from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.explain.observed import observed
 from ddp_doctor.facts.certificate import Certificate, Property
 from ddp_doctor.options import Options
 from ddp_doctor.report.junit import as_junit
@@ -21,7 +21,7 @@ HINT = finding("loss_divided_twice", "Twice.", "train.py:4", "Once.")
 
 def report_of(*findings: Finding, certificate: Certificate | None = None) -> Report:
     run = run_of(step())
-    return Report(run, equation(run), list(findings), certificate)
+    return Report(run, observed(run, []), list(findings), certificate)
 
 
 def kinds(report: Report, fail_on: str | None = None) -> dict[str, str]:
@@ -54,7 +54,7 @@ def test_a_finding_fails_from_the_level_of_fail_on(fail_on: str | None, warning:
 
 def test_a_run_of_which_nothing_was_seen_is_an_error() -> None:
     nothing = run_of([])
-    assert kinds(Report(nothing, equation(nothing), [])) == {"everything was checked": "error"}
+    assert kinds(Report(nothing, observed(nothing, []), [])) == {"everything was checked": "error"}
 
 
 @pytest.mark.parametrize("verdict", ["equal", "scaled", "different", "not judged"])

@@ -1,13 +1,11 @@
-"""An error is measured, a hint is recognized, and what was not checked is said.
+"""An error is measured, a hint predicts, a certificate answers, and what was not measured is said.
 
 Most cases are what public reports have shown: a right script that looks wrong, and a wrong one.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from doctor.journals import (
     OWN,
     SAME,
@@ -17,16 +15,16 @@ from doctor.journals import (
     run_with_steps,
     step,
     window,
-    with_backward,
 )
 from doctor.test_groups import data_and_tensor, sharded
 from doctor.test_intended import scaled_by
 
-from ddp_doctor.explain import rules
-from ddp_doctor.explain.agreement import agreeing
-from ddp_doctor.explain.equation import equation
+from ddp_doctor.explain.answers import with_answers
+from ddp_doctor.explain.findings import RULES, Prediction, finding
+from ddp_doctor.explain.observed import observed
 from ddp_doctor.explain.rules import examine
-from ddp_doctor.facts.certificate import Certificate, Property
+from ddp_doctor.explain.steps import steps_of
+from ddp_doctor.facts.certificate import Certificate, Gap, Measured, Property
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import (
     ClipFact,
@@ -38,77 +36,94 @@ from ddp_doctor.facts.types import (
     SamplerFact,
     SnapshotFact,
     StartFact,
-    TermFact,
     WrapperFact,
 )
 from ddp_doctor.observe.data import _content
-from ddp_doctor.observe.losses import _arrived, fact_of
 from ddp_doctor.report.report import Report
 
 
-def conclusion(run: Run) -> str:
-    said = equation(run)
-    return Report(run, said, examine(run, said)).conclusion
+def report_of(run: Run, certificate: Certificate | None = None) -> Report:
+    steps = steps_of(run)
+    found = examine(run, steps)
+    found = found if certificate is None else with_answers(certificate, found)
+    return Report(run, observed(run, steps), found, certificate)
 
 
-def test_all_is_well_only_if_all_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert conclusion(run_with_steps([step()])) == "No error and no warning."
+def test_what_was_not_checked_or_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    (last,) = report_of(run_with_steps([step()])).conclusion
+    assert "whether each rank's loss is divided by the right number" in last
 
-    def broken(run: Run, equation: Any) -> Any:
+    def broken(run: Run, steps: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(rules, "RULES", (broken,))
-    assert "rule broken failed" in conclusion(run_with_steps([step()]))
-    monkeypatch.setattr(rules, "RULES", ())
+    monkeypatch.setitem(RULES, "replicas_drift", broken)
+    assert "rule broken failed" in report_of(run_with_steps([step()])).conclusion[0]
+    monkeypatch.undo()
     without = run_with_steps([step()])
     del without.ranks[1]
     cut = run_with_steps([step()], end=[fact(EndFact, cut=True)])
     stopped = run_with_steps([step()], failed=[fact(FailedFact, error="KeyError")])
     inside = run_with_steps([step(combined_in_step="opt.py:3", snapshot=fact(SnapshotFact))])
-    flat = run_with_steps([step(sharded=True)])
-    for run in (without, cut, stopped, inside, flat):
-        assert conclusion(run).startswith("Not everything was checked: ")
-        assert "No error" not in conclusion(run)
+    for run in (without, cut, stopped, inside):
+        assert report_of(run).conclusion[0].startswith("Not everything was checked: ")
+    assert "how the ranks are combined" in report_of(run_with_steps([step(sharded=True)])).as_text()
+
+
+def certified(verdict: str, ratio: float, p3: str = "equal", **measured: Any) -> Certificate:
+    properties = [Property("P1", verdict, "", ratio, 1.0), Property("P3", p3, "", ratio, 1.0)]
+    return Certificate(verdict, "", properties=properties, measured=Measured(2, 1, **measured))
+
+
+def answer(predicts: Prediction, certificate: Certificate) -> tuple[str, str]:
+    """The first word of what a certificate says of a hint, and the severity that it gets."""
+    hint = finding("scaled_by_world_size", "", "", "", predicts=predicts)
+    (found,) = with_answers(certificate, [hint])
+    return found.answer.split(":")[0], found.severity
+
+
+def test_a_ratio_is_the_cause_only_if_just_that_was_measured() -> None:
+    twice = Prediction("W", 2.0)
+    assert answer(twice, certified("scaled", 2.004)) == ("measured", "error")
+    assert answer(twice, certified("scaled", 2.05)) == ("contradicted", "note")
+    assert answer(twice, certified("equal", 1.0)) == ("contradicted", "note")
+    assert answer(twice, certified("not judged", 2.0, "scaled")) == ("measured", "error")
+    assert answer(twice, certified("not judged", 2.0, "not judged"))[0] == "not decided"
+    assert answer(twice, certified("scaled", 2.0, loss_is_a="sum"))[0] == "not decided"
+    undivided = Prediction("W", 2.0, undivided=True)
+    known = certified("not judged", 2.0, loss_is_a="sum", p1=Gap("scaled", 2.0, 1.0))
+    assert answer(undivided, known) == ("measured", "error")
+
+
+def test_shares_are_the_cause_only_if_one_process_weighs_the_ranks_by_them() -> None:
+    predicts = Prediction("", shares=(0.25, 0.75))
+    assert answer(predicts, certified("different", 0.9, shares=(0.252, 0.748)))[0] == "measured"
+    assert answer(predicts, certified("different", 0.9, shares=(0.4, 0.6)))[0] == "contradicted"
+    assert answer(predicts, certified("equal", 1.0))[0] == "contradicted"
+    assert answer(predicts, certified("different", 0.9))[0] == "not decided"
+
+
+def test_the_number_of_micro_batches_is_said_to_be_outside() -> None:
+    outside = Prediction("", 4.0, outside="the number of micro-batches")
+    assert answer(outside, certified("equal", 1.0)) == (
+        "outside of what --certify measures",
+        "hint",
+    )
+
+
+def test_a_different_gradient_that_no_rule_explains_is_said_to_have_no_cause() -> None:
+    run = run_with_steps([step()])
+    assert "No rule names the cause." in report_of(run, certified("different", 0.9)).conclusion
+    assert "whether each rank's loss" not in report_of(run, certified("equal", 1.0)).as_text()
 
 
 def test_a_factor_that_is_only_recognized_is_a_hint() -> None:
     """It names the line, also in a run that no certificate can measure."""
     half = [window([4], [0.5], SAME, mine, scaling=[scaled_by("/", 2, "world")]) for mine in OWN]
-    run = run_with_steps([half])
-    (hint,) = findings(run).values()
+    (hint,) = findings(run_with_steps([half])).values()
     assert (hint.code, hint.severity) == ("scaled_by_world_size", "hint")
     assert hint.where == "train.py:8"
-    assert conclusion(run).startswith("1 hint, not measured"), "not that all is well"
-
-
-def test_a_rank_without_items_in_one_step_hides_no_missing_factor() -> None:
-    def masked(*counts: int) -> list[Any]:
-        shares = [count / sum(counts) for count in counts]
-        return [
-            window([count], [share], SAME, mine)
-            for count, share, mine in zip(counts, shares, OWN, strict=True)
-        ]
-
-    steps = [masked(*counts) for counts in ((4, 8), (0, 6), (8, 4))]
-    for windows in steps:
-        for one in windows:
-            one["backwards"][0]["terms"][0]["reduction"] = "none"
-    assert "missing_world_size_factor" in findings(run_with_steps(steps))
-
-
-def test_a_rank_without_items_that_counts_in_the_average_is_named() -> None:
-    """It skips its batch, and adds zeros to the all-reduce."""
-    run = run_with_steps([step()] * 3)
-    assert findings(run) == {}
-    run.ranks[1].windows[1]["backwards"] = []
-    found = findings(run)["unequal_denominators"]
-    assert (found.severity, "rank 1 has no items" in found.evidence) == ("hint", True)
-    equal = Certificate("equal", "", properties=[Property("P1", "equal", "", 1.0, 1.0)])
-    assert agreeing(equal, equation(run), [found])[1] == [found], "the first step does not show it"
-    assert agreeing(equal, equation(run), [replace(found, later=False)])[1] == []
-    for one in run.ranks[1].windows:  # a rank that never has a loss, as of a pipeline
-        one["backwards"] = []
-    assert findings(run) == {}
+    assert hint.predicts is not None
+    assert hint.predicts.ratio == 0.5
 
 
 def test_each_loss_of_several_is_looked_at_for_counts_of_its_own() -> None:
@@ -158,23 +173,6 @@ def test_losses_of_which_ranks_have_other_numbers_are_not_weighed_by_one_of_them
     for one in windows:
         one["snapshot"] |= {"grads": {"weight": 3.0, "bias": -4.0}}  # the sum over the ranks
     assert findings(run_with_steps([windows] * 2)) == {}
-
-
-def test_a_mean_of_what_an_uneven_loss_has_become_is_not_divided_by_the_accumulation() -> None:
-    """As of preferences: a token weighs by the margin of its pair, and a pair by 1 of a batch."""
-
-    def found(share: float) -> bool:
-        windows = []
-        for mine in OWN:
-            one = window([8, 8], [0.7, 0.2], SAME, mine)
-            for backward in one["backwards"]:
-                mean = backward["terms"][0] | {"function": "mean", "loss": False, "factor": share}
-                backward["terms"][0] |= {"reduction": "none", "spread": [0.1, 0.4]}
-                backward["terms"] += [mean | {"place": "train.py:9", "count": 4}]
-            windows.append(one)
-        return "loss_not_divided_by_accumulation" in findings(run_with_steps([windows] * 2))
-
-    assert (found(1.0), found(0.5)) == (True, False)
 
 
 def test_parts_of_a_gradient_that_are_summed_over_a_tensor_group_are_no_wrong_factor() -> None:
@@ -237,34 +235,6 @@ def test_replicas_of_local_steps_that_never_had_one_start_are_found() -> None:
 
     assert "replicas_differ_at_start" in findings(apart(collectives=[averages]))
     assert "replicas_differ_at_start" not in findings(apart())  # models of their own
-
-
-def tasks(labels: list[int], padded: bool = False, counts: list[int] | None = None) -> TermFact:
-    """A loss per item of two tasks, with so many labels: each is divided by its own count."""
-    rows = torch.arange(24)
-    mask = torch.stack([rows < n if padded else rows % (24 // n) == 0 for n in labels], 1)
-    term = fact(TermFact, function="bce", reduction="none", place="train.py:8", loss=True, rows=24)
-    seen = {**term, "hit": False, "hits": 0.0}
-    _arrived(seen, mask / torch.tensor(counts or labels) / 2)
-    return fact_of(seen)
-
-
-def test_columns_that_each_rank_divides_by_its_own_count_are_named() -> None:
-    def found(first: TermFact, second: TermFact) -> Any:
-        windows = step()
-        for one, term in zip(windows, (first, second), strict=True):
-            with_backward(one, terms=[term])
-        return findings(run_with_steps([windows])).get("unequal_denominators")
-
-    own = found(tasks([8, 6]), tasks([4, 6]))
-    assert own.severity == "hint"
-    assert own.where == "train.py:8"
-    assert "column 0, rank 0 has 8, rank 1 has 4 items" in own.evidence
-    assert "2.00 times" in own.evidence
-    assert found(tasks([8, 6], counts=[6, 6]), tasks([4, 6], counts=[6, 6])) is None  # all ranks'
-    assert found(tasks([8, 6]), tasks([8, 6])) is None
-    # A column may be one sample, which counts as much as another, however long it is.
-    assert found(tasks([8, 6], padded=True), tasks([4, 6], padded=True)) is None
 
 
 def test_saved_buffers_that_differ_are_a_warning_with_the_step() -> None:

@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 assert torch.cuda.is_available() and torch.cuda.device_count() == 2
 local_rank = int(os.environ["LOCAL_RANK"])
+assert os.environ["CUDA_VISIBLE_DEVICES"].split(",")[local_rank] == str(local_rank)
+assert torch.cuda.ByteTensor(2).dtype == torch.uint8
 torch.cuda.set_device(local_rank)
 dist.init_process_group("nccl", "env://", device_id=torch.device("cuda", local_rank))
 group = dist.new_group(None, None, "nccl")
@@ -84,7 +86,7 @@ def test_a_script_for_gpus_is_observed_on_cpus_and_the_report_lists_what_was_rep
     found = server.run(script(FOR_GPUS), doctor=True, options=("--cpu",))
     assert found.codes == [0, 0], found.errors
     assert found.report is not None
-    assert found.report["equation"]["right"]
+    assert found.report["measured"]["gradients"]["combination"] == "averaged"
     (note,) = [each for each in found.report["notes"] if each.startswith("--cpu replaced: ")]
     for name in ("nccl", "torch.cuda.set_device", ".cuda()", '.to("cuda")', "torch.cuda.Event"):
         assert name in note

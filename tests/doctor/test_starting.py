@@ -161,7 +161,7 @@ def test_later_steps_are_sampled_alike_however_many_optimizers_step_in_turn(
 def test_a_run_that_ends_after_its_first_steps_writes_what_is_only_known_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Session(Options(first=1, then_leave=True), tmp_path / "run")
+    session = Session(Options(first=1, leave_after=1), tmp_path / "run")
     finished = []
     session.recorder = SimpleNamespace(finish=lambda: finished.append(True))  # type: ignore[assignment]
     monkeypatch.setattr(os, "_exit", lambda code: None)

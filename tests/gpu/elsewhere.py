@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miniddp.training import SyncBatchNorm
+from miniddp.sync_batch_norm import SyncBatchNorm
 from tests.miniddp.beside_torch import muon, with_local_updates, wrong_on_a_mesh
 
 from .equality import Distance, distance

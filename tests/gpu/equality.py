@@ -20,10 +20,10 @@ from torch.nn.parallel.distributed import _MixedPrecision  # by this name only
 
 from labkit.tables import bound
 from miniddp import MiniDDP
+from miniddp.data_parallel import MiniDataParallel
 from miniddp.extras import comm_hooks
 from miniddp.ladder import RUNGS, Rung
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
-from miniddp.training import MiniDataParallel
 from tests.ddp_models import MODELS, dense_gradients, loss_of, torchs_ddp_takes
 
 from .machine import CannotProveError, Evidence, Group, Machine, deterministic

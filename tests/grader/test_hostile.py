@@ -285,9 +285,9 @@ def servers_below() -> list[psutil.Process]:
 @pytest.mark.slow
 def test_a_solution_that_looks_around_is_marked_for_a_person(graded):
     results, _ = graded
-    assert results["leaves processes and threads"].notes == []
-    looks = results["patches labkit and the grader"].notes
-    assert looks == ["cell each uses grader, labkit, modules: a person should look"]
+    for name in ("leaves processes and threads", "patches labkit and the grader"):
+        assert ", line 1: " in results[name].notes[0]
+        assert "a person should look" in results[name].notes[0]
 
 
 PROBE = """

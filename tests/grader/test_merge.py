@@ -3,13 +3,16 @@
 import copy
 import os
 import resource
+import time
 
 import pytest
 from grader_notebooks import ASSIGNMENTS, cell, first_assignment, submission, write
 
-from grader.merge import read_submission, without_magics
+from grader.allowed import unusual
+from grader.merge import known_to, read_submission, without_magics
 from grader.notebook_file import LONGEST, hash_of
 from grader.source import read_assignment
+from surveys.grader.right_solutions import RIGHT
 
 ASSIGNMENT = first_assignment()
 
@@ -46,8 +49,8 @@ def test_a_solution_that_looks_around_in_its_process_is_noted_for_a_person(tmp_p
 
     found = read(tmp_path, change)
     assert found.notes == [
-        "cell each uses _getframe, inspect: a person should look",
-        "cell flat uses __closure__: a person should look",
+        "cell each, line 1: inspect.stack; line 2: '_getframe': a person should look",
+        "cell flat, line 2: .__closure__: a person should look",
     ]
 
 
@@ -56,6 +59,56 @@ def test_a_key_uses_nothing_at_which_a_person_should_look(path, tmp_path):
     assignment = read_assignment(path)
     notebook = submission(assignment, assignment.keys())
     assert read_submission(write(notebook, tmp_path / "a.ipynb"), assignment).notes == []
+
+
+# What each reaches is an object, a file, or a process beyond the solution.
+CHEATS = """
+import traceback
+from operator import attrgetter
+torch.save(1, "/tmp/x")
+from pathlib import Path
+dist.group.WORLD._get_backend(torch.device("cpu"))
+type.__subclasses__(object)
+dict(x=(i for i in [1]).gi_frame)
+dist.fsdp.fully_shard(1)
+nn.parallel.DistributedDataParallel(1)
+dist.tensor.distribute_tensor(1)
+torch.ops.c10d.allreduce_(1)
+getattr(type, "__sub" + "classes__")()
+sum(getattr(object, n) for n in ["__sub" + "classes__"])
+torch.os.listdir("/")
+import random; random._os.fork()
+import contextlib; contextlib.sys.modules
+from torch.distributed import *
+"{0.__globals__}".format(1)
+dist.all_reduce = lambda *a, **k: None
+type("A", (), {})
+import functools; functools.reduce(getattr, ["a"], dist)
+import asyncio; asyncio.create_subprocess_shell("ls")
+import numpy; numpy.zeros(1).tofile("/tmp/x")
+import typing; typing.get_type_hints(1)
+dist.fsdp = dist.fully_shard = 1
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("source", CHEATS)
+def test_what_reaches_beyond_a_solution_is_told_with_its_line(source):
+    told = unusual(f"x = 1\n{source}", ASSIGNMENT.givens[0])
+    assert told
+    assert told[0].startswith("line 2: ")
+
+
+def test_of_the_right_solutions_only_one_by_torchs_own_sharding_is_marked():
+    paths = sorted(ASSIGNMENTS.glob("*.ipynb"))
+    marked = [
+        name
+        for number, tasks in RIGHT.items()
+        for known in [known_to(read_assignment(paths[number - 1]))]
+        for sources in tasks.values()
+        for name, source in sources.items()
+        if unusual(without_magics(source)[0], known)
+    ]
+    assert marked == ["torch's fully_shard per layer"]
 
 
 def _loses_flat(notebook):
@@ -124,6 +177,8 @@ def test_a_large_file_of_many_values_costs_the_trusted_side_nothing(tmp_path, te
         ("x?", "None"),
         ("%pwd\nx = 1\n", "None\nx = 1\n"),
         ("t = '''\n%time\n!no\n'''\n%pwd", "t = '''\n%time\n!no\n'''\nNone"),
+        ("%%writefile a.py\nx = 1", "\nx = 1"),
+        ("!a\n" * 600 + "x = 1", "None\n" * 600 + "x = 1"),
         ("x = 7 \\\n% 4", "x = 7 \\\n% 4"),
     ],
 )
@@ -147,3 +202,20 @@ def test_a_magic_in_a_solution_is_told_and_costs_nothing(tmp_path):
     found = read(tmp_path, change)
     assert "%%time was ignored" in found.notes[0]
     assert found.solutions["each"] == "\n" + ASSIGNMENT.keys()["each"]
+
+
+def test_the_lines_of_another_system_and_a_question_are_read(tmp_path):
+    def change(notebook):
+        cell(notebook, "each")["source"] = "torch.cat?\r\n" + ASSIGNMENT.keys()["each"]
+
+    assert read(tmp_path, change).solutions["each"] == "None\n" + ASSIGNMENT.keys()["each"]
+
+
+def test_ten_thousand_magics_are_told_in_one_short_note_and_cost_seconds_at_most(tmp_path):
+    def change(notebook):
+        cell(notebook, "each")["source"] = "%time x = 1\n" * 10_000
+
+    unusual("x = 1")
+    before = time.process_time()
+    assert all(len(note) < 400 for note in read(tmp_path, change).notes)
+    assert time.process_time() - before < 10

@@ -91,7 +91,7 @@ def test_an_explicit_cap_is_the_first_buckets_cap_too_and_a_list_names_each():
     assert bucket_caps([1, 2, 8]) == (MIB, 2 * MIB, 8 * MIB)
 
 
-@pytest.mark.parametrize("cap", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize("cap", [-1, float("nan"), float("inf"), "25"])
 def test_a_senseless_cap_is_refused(cap):
     with pytest.raises(ValueError, match="sizes in MiB"):
         bucket_caps(cap)

@@ -31,6 +31,12 @@ FIRST_PAINT = 'performance.getEntriesByName("first-contentful-paint")'
 SCROLLING_CODE = """[...document.querySelectorAll(".bd-article pre")]
     .filter((block) => block.offsetParent && block.scrollWidth > block.clientWidth + 1)
     .map((block) => block.textContent.trim().slice(0, 60))"""
+# Result tables whose first two columns, with the glyph and the verdict, are not in view.
+HIDDEN_VERDICTS = """[...document.querySelectorAll(".result-table")].filter((box) => {
+    const edge = box.getBoundingClientRect().right + 1;
+    return box.offsetParent && [...box.querySelectorAll("tr > :nth-child(-n + 2)")]
+        .some((cell) => cell.getBoundingClientRect().right > edge);
+}).map((box) => box.getAttribute("aria-label"))"""
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -54,6 +60,7 @@ def test_a_page_is_no_wider_than_a_phone(site: Path, visit: OpenPage, name):
     opened = visit(site / name, width=390, touch=True)
     assert opened.wider_by() == 0
     assert opened.errors == []
+    assert opened.page.evaluate(HIDDEN_VERDICTS) == []
 
 
 def test_who_comes_for_the_first_time_gets_no_error_either(site: Path, chromium: Browser):

@@ -22,6 +22,10 @@ def test_a_prediction_is_asked_for_checked_and_followed_by_the_solution(
     expect(printed).not_to_be_visible()
     for row, given in {"2 ranks, rare.weight": "2", "2 ranks, last.weight": "1/1"}.items():
         form.get_by_label(row).fill(given)
+    form.get_by_label("2 ranks, rare.weight").fill("twice")
+    page.keyboard.press("Enter")
+    expect(status).to_contain_text("“twice” is no number.")
+    form.get_by_label("2 ranks, rare.weight").fill("200%")
     form.get_by_label("3 ranks, rare.weight").fill("1/3")
     page.keyboard.press("Enter")
     expect(status).to_have_text("One answer is missing.")
@@ -36,3 +40,21 @@ def test_a_prediction_is_asked_for_checked_and_followed_by_the_solution(
     assert opened.violations() == []
     assert opened.errors == []
     assert opened.external == []
+
+
+def test_a_cosine_near_1_is_no_right_answer_to_1_and_a_ratio_has_two_percent(
+    site: Path, open_page: OpenPage
+):
+    page = open_page(site / "start" / "what_is_averaged.html").page
+    form = page.locator("form.predict[data-solution=sol-averaged-predict]")
+    fields = form.locator("input")
+    answers = [field.get_attribute("data-answer") for field in fields.all()]
+    assert answers == ["0.2500", "1.0000"]
+    for ratio, cosine, marks in (
+        ("0.254", "1", ["✓", "✓"]),
+        ("0.26", "0.998", ["✗ 0.2500", "✗ 1.0000"]),
+    ):
+        fields.nth(0).fill(ratio)
+        fields.nth(1).fill(cosine)
+        fields.nth(1).press("Enter")
+        assert form.locator(".verdict").all_text_contents() == marks

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 
-from miniddp.training.sync_batch_norm import SyncBatchNorm
+from miniddp.sync_batch_norm import SyncBatchNorm
 
 CPU = torch.device("cpu")
 

@@ -4,17 +4,22 @@
 (function () {
   "use strict";
 
-  // "0.25", "1/4", "−3", "1,5". NaN: cannot be read.
+  // "0.25", "1/4", "25%", "−3", "1,5". NaN: cannot be read.
   function read(text) {
-    const [over, under = "1", ...more] = text.replace("−", "-").replace(",", ".").split("/");
-    return more.length || !over.trim() || !under.trim() ? NaN : Number(over) / Number(under);
+    const percent = text.trim().endsWith("%") ? 100 : 1;
+    const number = text.trim().replace(/%$/, "").replace("−", "-").replace(",", ".");
+    const [over, under = "1", ...more] = number.split("/");
+    if (more.length || !over.trim() || !under.trim()) return NaN;
+    return Number(over) / Number(under) / percent;
   }
 
-  // Five percent: a reader who writes 1.2 has predicted 1.17.
-  function agrees(given, answer) {
+  // A number within 2 %, a cosine within 0.005. 1 is exact: a cosine of 0.998 is a wrong direction.
+  function agrees(given, answer, cosine) {
     const right = Number(answer);
     if (Number.isNaN(right)) return given === answer;
-    return Math.abs(read(given) - right) <= 0.05 * Math.abs(right);
+    const found = read(given);
+    if (cosine && (found === 1 || right === 1)) return found === right;
+    return Math.abs(found - right) <= (cosine ? 0.005 : 0.02 * Math.abs(right)) + 1e-12;
   }
 
   function open(solution) {
@@ -25,8 +30,14 @@
   function check(form) {
     const fields = [...form.querySelectorAll("input, select")];
     const status = form.querySelector("[role=status]");
-    const missing = fields.filter(
-      (field) => !field.value || (field.matches("input") && Number.isNaN(read(field.value))));
+    const missing = fields.filter((field) => !field.value.trim());
+    const unread = fields.find((field) => field.matches("input") && field.value.trim()
+      && Number.isNaN(read(field.value)));
+    if (unread) {
+      status.textContent = `“${unread.value.trim()}” is no number. Write 0.25, 1/4, or 25%.`;
+      unread.focus();
+      return;
+    }
     if (missing.length) {
       status.textContent =
         missing.length === 1 ? "One answer is missing." : `${missing.length} answers are missing.`;
@@ -37,7 +48,7 @@
     for (const field of fields) {
       const { answer } = field.dataset;
       const as_predicted = field.matches("select")
-        ? field.value === answer : agrees(field.value, answer);
+        ? field.value === answer : agrees(field.value, answer, "cosine" in field.dataset);
       right += as_predicted;
       const verdict = field.nextElementSibling;
       verdict.className = `verdict ${as_predicted ? "right" : "wrong"}`;

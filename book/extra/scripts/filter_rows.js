@@ -16,7 +16,7 @@ const wordsOf = (row) => {
   const table = row.closest("table");
   if (table && "unequal" in given) {
     [...row.cells].forEach((cell, i) => {
-      if (i > 1 && !["equal", "–"].includes(cell.textContent.trim())) {
+      if (i > 2 && !["equal", "–"].includes(cell.textContent.trim())) {
         words.push("unequal", table.rows[0].cells[i].textContent);
       }
     });
@@ -48,11 +48,19 @@ document.addEventListener("DOMContentLoaded", () => {
     });
     const shown = rows.filter((row) => !row.hidden);
     for (const section of all("section section:not(section section section)")) {
-      section.hidden = words.length > 0 && !shown.some((row) => section.contains(row));
+      // A section without rows, such as a legend, stays.
+      const own = rows.filter((row) => section.contains(row));
+      section.hidden = own.length > 0 && own.every((row) => row.hidden);
     }
     count.textContent = words.length ? `${shown.length} of ${rows.length} ${given.unit}` : "";
   };
-  field.addEventListener("input", apply);
+  field.addEventListener("input", () => {
+    apply();
+    const address = new URL(location.href);
+    if (field.value) address.searchParams.set("words", field.value);
+    else address.searchParams.delete("words");
+    history.replaceState(null, "", address);
+  });
   field.value = new URLSearchParams(location.search).get("words") ?? "";
   apply();
 });

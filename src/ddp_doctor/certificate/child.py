@@ -10,15 +10,19 @@ import importlib
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from typing import Any
 
-from ddp_doctor.certificate.plan import Part
+from ddp_doctor.certificate.guard import report
+from ddp_doctor.certificate.plan import (
+    AT_MOST,
+    NEEDS_RANKS,
+    STARTS_RANKS,
+    WORLD_IN_SCRIPT,
+    Part,
+)
 
-NEEDS_RANKS = "needs-ranks"  # a file: the script expects a launcher
-WORLD_IN_SCRIPT = "world-in-script"  # a file: one process calculates with the number of ranks
+LAUNCHED = "DDP_DOCTOR_LAUNCHED"  # the process that was started as a rank
 _installed: list[int] = []  # the process that has done it
 
 
@@ -36,7 +40,7 @@ def install() -> None:
 
         os.environ[RUN] = str(part.journals)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        start(Options(first=part.observed, then_leave=True, cpu=part.cpu), leader=False)
+        start(Options(first=part.observed, leave_after=AT_MOST, cpu=part.cpu), leader=False)
         return
     from ddp_doctor.certificate.fixed import Fixed
     from ddp_doctor.certificate.loaders import Loaders
@@ -62,34 +66,40 @@ def _groups(part: Part) -> None:
 
     if not dist.is_available():
         return
-    init = dist.init_process_group
+    init: Any = dist.init_process_group
 
+    @functools.wraps(init)
     def init_process_group(
         backend: Any = None, init_method: Any = None, timeout: Any = None, **given: Any
     ) -> None:
         where = init_method or "env://"
         alone = "rank" not in given and given.get("store") is None
         if alone and str(where).startswith("env://") and "RANK" not in os.environ:
-            part.path(NEEDS_RANKS).parent.mkdir(parents=True, exist_ok=True)
             part.path(NEEDS_RANKS).touch()
             os._exit(0)
+        if os.environ.get(LAUNCHED, str(os.getpid())) != str(os.getpid()):
+            part.path(STARTS_RANKS).touch()
+            os._exit(0)
         if part.one:
-            if given.get("rank", 0) > 0:
-                os._exit(0)  # only the first of the ranks that the script starts goes on
-            if given.get("world_size", 1) > 1:
-                given["world_size"] = 1
-                part.path(WORLD_IN_SCRIPT).parent.mkdir(parents=True, exist_ok=True)
-                part.path(WORLD_IN_SCRIPT).touch()
-            elif os.environ.get("WORLD_SIZE", "1") != "1":
-                given |= {"rank": 0, "world_size": 1}  # the group is of one; see `program.measure`
+            _be_alone(part, given)
         if timeout is not None:
             given["timeout"] = timeout
         init(backend, init_method, **given)
 
+    replaced: Any = init_process_group
     if part.one:
         dist.all_gather = _gathered_alone(dist.all_gather)
-    dist.init_process_group = init_process_group
-    dist.distributed_c10d.init_process_group = init_process_group
+    dist.init_process_group = replaced
+    dist.distributed_c10d.init_process_group = replaced
+
+
+def _be_alone(part: Part, given: dict[str, Any]) -> None:
+    """Change what one process tells its group; of ranks that the script starts, one goes on."""
+    if given.get("rank", 0) > 0:
+        os._exit(0)
+    if given.get("world_size", 1) > 1:
+        given["world_size"] = 1
+        part.path(WORLD_IN_SCRIPT).touch()
 
 
 def _gathered_alone(gather: Any) -> Any:
@@ -141,23 +151,10 @@ def _keep_groups() -> None:
     dist.destroy_process_group = destroy_but_keep
 
 
-def _end_with_parent() -> None:
-    """Kill this session, with what the script started, once the doctor is gone, however it ended.
-
-    The processes of a certificate have a session of their own, which no terminal's signal reaches.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main() -> None:
-    _end_with_parent()
+    report()
+    if "RANK" in os.environ:
+        os.environ[LAUNCHED] = str(os.getpid())
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]  # libraries look at it while they are imported
     # Run as a program, this file is another module than the one that `site` imports with torch.

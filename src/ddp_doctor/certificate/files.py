@@ -36,9 +36,14 @@ def read(path: Path) -> Any:
         return torch.load(path, weights_only=True)
 
 
-def wait_for(paths: list[Path]) -> bool:
-    """Wait until all files are there; False if they are not after `PATIENCE` seconds."""
-    until = time.monotonic() + PATIENCE
+def samples_of(rank: int | str) -> str:
+    """The name of the file of a rank's samples."""
+    return f"samples.{rank}.pt"
+
+
+def wait_for(paths: list[Path], patience: float = PATIENCE) -> bool:
+    """Wait until all files are there; False if they are not after `patience` seconds."""
+    until = time.monotonic() + patience
     while not all(path.exists() for path in paths):
         if time.monotonic() > until:
             return False

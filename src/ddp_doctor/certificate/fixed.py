@@ -37,9 +37,9 @@ class Fixed:
             setattr(F, name, _passed_on(getattr(F, name)))
         torch.dropout = _passed_on(torch.dropout)
         F.scaled_dot_product_attention = _without_dropout(F.scaled_dot_product_attention)
-        nn.RNNBase.__init__ = _without_rnn_dropout(nn.RNNBase.__init__)
+        nn.RNNBase.__init__ = _without_rnn_dropout(nn.RNNBase.__init__)  # type: ignore[method-assign]
         F.batch_norm = self._batch_norm(F.batch_norm)
-        nn.SyncBatchNorm.forward = self._sync_batch_norm(nn.SyncBatchNorm.forward)
+        nn.SyncBatchNorm.forward = self._sync_batch_norm(nn.SyncBatchNorm.forward)  # type: ignore[method-assign]
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             clip = self._clip(getattr(nn.utils, name))
             setattr(nn.utils.clip_grad, name, clip)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddp_doctor.certificate import child
+from ddp_doctor.certificate.guard import guard
 from ddp_doctor.certificate.plan import Part
 from ddp_doctor.certificate.starts import Start
 
@@ -59,6 +60,7 @@ class Forks(Start):
         self, part: Part, command: Sequence[str], environment: dict[str, str], at: int
     ) -> Fork:
         """Fork this process."""
+        guard()  # a process, which has to be there before a fork
         _torchs_threads()
         output = self.output / f"{at}.txt"
         return Fork(command, output, self.environment(part, environment))
@@ -97,7 +99,7 @@ def _run(command: Sequence[str], output: Path, environment: dict[str, str]) -> N
         os.environ.update(environment)
         tempfile.tempdir = None  # as TMPDIR says
         atexit._clear()
-        atexit.register(multiprocessing.util._exit_function)
+        atexit.register(getattr(multiprocessing.util, "_exit_function"))  # noqa: B009
         _fresh_torch(int(environment.get("OMP_NUM_THREADS", _torchs_threads())))
         if sys.path[0] not in ("", os.getcwd()):
             sys.path.insert(0, os.getcwd())
@@ -118,8 +120,9 @@ def _redirected(output: Path) -> None:
     for number, file in ((0, files[0]), (1, files[1]), (2, files[1])):
         os.dup2(file, number)
     for name, number in (("stdout", 1), ("stderr", 2)):
-        options = {"encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
-        stream = os.fdopen(number, "w", buffering=1, **options)
+        stream = open(  # noqa: SIM115
+            number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
@@ -138,7 +141,7 @@ def _end(code: int | str | None) -> NoReturn:
     with contextlib.suppress(BaseException):
         if isinstance(code, str):
             sys.stderr.write(f"{code}\n")
-        threading._shutdown()
+        getattr(threading, "_shutdown")()  # noqa: B009
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -44,10 +44,12 @@ class Loaders:
 
         @functools.wraps(self.length)
         def length(loader: DataLoader[Any]) -> int:
-            own = self.length(loader)
+            batches = self.length(loader)
             at = next((n for n, known in enumerate(self.known) if known is loader), None)
             handed = self.steps.handed
-            return own if at is None or handed is None else handed.of[0].batches.get(at, own)
+            if at is None or handed is None:
+                return batches
+            return handed.of[0].batches.get(at, batches) * handed.passes
 
         return length
 
@@ -57,7 +59,9 @@ class Loaders:
             with contextlib.suppress(TypeError):  # a dataset without a length
                 self.steps.recorded.batches[len(self.known) - 1] = self.length(loader)
         at = next(n for n, known in enumerate(self.known) if known is loader)
-        source = _natural(loader)
+        return self._batches(loader, at, _natural(loader))
+
+    def _batches(self, loader: DataLoader[Any], at: int, source: Iterator[Any]) -> Iterator[Any]:
         while True:
             frame = sys._getframe().f_back
             ahead = frame is not None and frame.f_globals.get("__name__") == LOOKS_AHEAD
@@ -76,7 +80,7 @@ class Loaders:
             self.steps.recorded.samples[loader, fetched] = samples
             self.steps.recorded.ahead |= ahead
             return samples
-        step, at = divmod(fetched, max(1, handed.of[0].per_step.get(loader, 1)))
+        step, at = divmod(fetched, max(1, handed.of[0].per_step.get(loader, 1)) * handed.passes)
         kind = self.steps.kind(step)
         return samples if kind == LATER else handed.items(kind, (loader, at)) or samples
 
@@ -87,21 +91,27 @@ class Loaders:
 
 
 def _natural(loader: DataLoader[Any]) -> Iterator[list[Any]]:
-    """Each batch's samples as the loader would make them, before they are collated."""
+    """Each batch's samples as the loader would make them, before they are collated.
+
+    The loader's attributes are read at once, while the script may expect torch to read them.
+    """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
-        items, size = iter(dataset), loader.batch_size or 1
-        while samples := list(itertools.islice(items, size)):
-            if loader.drop_last and len(samples) < size:
-                return
-            yield samples
-    elif loader.batch_sampler is None:
-        for index in loader.sampler:
-            yield [dataset[index]]
-    else:
-        several = getattr(dataset, "__getitems__", None)
-        for indices in loader.batch_sampler:
-            yield list(several(indices)) if several else [dataset[index] for index in indices]
+        return _chunks(iter(dataset), loader.batch_size or 1, loader.drop_last)
+    if loader.batch_sampler is None:
+        return ([dataset[index]] for index in loader.sampler)
+    several = getattr(dataset, "__getitems__", None)
+    return (
+        list(several(indices)) if several else [dataset[index] for index in indices]
+        for indices in loader.batch_sampler
+    )
+
+
+def _chunks(items: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
+    while samples := list(itertools.islice(items, size)):
+        if drop_last and len(samples) < size:
+            return
+        yield samples
 
 
 def _collated(loader: DataLoader[Any], samples: list[Any]) -> Any:

@@ -1,29 +1,63 @@
 """Two gradients side by side: ratio, cosine, the worst parameter, and what the ratio is called."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ddp_doctor.facts.certificate import Worst
+from ddp_doctor.facts.certificate import Gap, Kind, Worst
 
 Gradients = Mapping[str, Tensor]
 TOLERANCE = 1e-3  # relative; float32 sums in another order stay far below it
 HALF = 5e-3  # relative; where half precision takes part, which rounds each element
 SMALL = 1e-5  # a parameter whose gradient is below this part of the whole gradient is not judged
+CHUNK = 1 << 18  # elements that are compared at a time
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter: the lengths of both gradients, their product, and that of the difference."""
+
+    key: str
+    name: str
+    got: float
+    wanted: float
+    dot: float
+    gap: float
+
+    @property
+    def ratio_and_cosine(self) -> tuple[float, float]:
+        return _ratio_and_cosine(self.got, self.wanted, self.dot)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """`got` against `wanted`. `error` is ‖got − wanted‖ / ‖wanted‖; `kind` what follows from it."""
 
-    kind: str  # equal, scaled, different
+    kind: Kind
     ratio: float
     cosine: float
     error: float
     worst: Worst | None
+    rows: list[Row]
+
+    @property
+    def gap(self) -> Gap:
+        return Gap(self.kind, self.ratio, self.cosine)
+
+    def by_optimizer(self, tolerance: float) -> dict[int, Gap]:
+        """The same for each optimizer's parameters."""
+        found: dict[int, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(int(row.key.partition(".")[0]), []).append(row)
+        return {at: judged(rows, tolerance).gap for at, rows in found.items()}
+
+    def by_parameter(self, tolerance: float) -> dict[str, Gap]:
+        """The same for each parameter that had a gradient."""
+        rows = [row for row in self.rows if row.got or row.wanted]
+        return {row.name: judged([row], tolerance).gap for row in rows}
 
 
 def compare(
@@ -31,36 +65,57 @@ def compare(
 ) -> Comparison:
     """Compare over all parameters and per parameter. A missing gradient counts as zero.
 
-    Equal: the error is within the tolerance, of every parameter within ten times that. Scaled: it
-    is so once the gradient is divided by the ratio. Raises ValueError if shapes differ. Cost: one
-    pass over both.
+    Raises ValueError if shapes differ. Cost: one pass over both, and a megabyte or so.
     """
     if any(got[key].shape != wanted[key].shape for key in got.keys() & wanted.keys()):
         raise ValueError("the two gradients are of different shapes")
     rows = []
     for key in sorted(got.keys() | wanted.keys()):
-        there = got.get(key, wanted.get(key))
-        assert there is not None
-        ours = got.get(key, torch.zeros_like(there)).double().flatten()
-        other = wanted.get(key, torch.zeros_like(there)).double().flatten()
-        dot, gap = float(ours @ other), float((ours - other).norm())
-        rows.append((names.get(key, key), float(ours.norm()), float(other.norm()), dot, gap))
-    first, second = _norm(row[1] for row in rows), _norm(row[2] for row in rows)
-    ratio, cosine = _ratio_and_cosine(first, second, sum(row[3] for row in rows))
-    error = _norm(row[4] for row in rows) / (second or 1.0)
-    judged = [row for row in rows if max(row[1], row[2]) > SMALL * max(first, second)]
-    each = [Worst(row[0], *_ratio_and_cosine(*row[1:4])) for row in judged]
-    worst = max(each, key=lambda one: abs(one.ratio - 1) + abs(one.cosine - 1), default=None)
-    gaps = [row[4] / (row[2] or 1.0) for row in judged]
-    if error <= tolerance and max(gaps, default=0.0) <= 10 * tolerance:
+        sums = [0.0] * 4
+        exact = any(side[key].dtype == torch.float64 for side in (got, wanted) if key in side)
+        kind = torch.float64 if exact else torch.float32
+        for a, b in _chunks([got.get(key), wanted.get(key)], kind):
+            for at, (x, y) in enumerate(((a, a), (b, b), (a, b), (a - b, a - b))):
+                sums[at] += float(x @ y)
+        lengths = [math.sqrt(sums[at]) for at in (0, 1, 3)]
+        rows.append(Row(key, names.get(key, key), lengths[0], lengths[1], sums[2], lengths[2]))
+    return judged(rows, tolerance)
+
+
+def _chunks(
+    tensors: Sequence[Tensor | None], kind: torch.dtype = torch.float32
+) -> Iterator[list[Tensor]]:
+    """Pieces of tensors of one shape, flat and of one type; a missing one is zero."""
+    length = max(0 if tensor is None else tensor.numel() for tensor in tensors)
+    flat = [torch.zeros(1) if t is None else t.flatten() for t in tensors]
+    for start in range(0, length, CHUNK):
+        size = min(CHUNK, length - start)
+        yield [
+            torch.zeros(size, dtype=kind) if tensor is None else part[start : start + size].to(kind)
+            for tensor, part in zip(tensors, flat, strict=True)
+        ]
+
+
+def judged(rows: list[Row], tolerance: float = TOLERANCE) -> Comparison:
+    """What parameters have in common.
+
+    Equal: the error is within the tolerance, of every parameter within ten times that. Scaled: it
+    is so once the gradient is divided by the ratio.
+    """
+    got, wanted = _norm(row.got for row in rows), _norm(row.wanted for row in rows)
+    ratio, cosine = _ratio_and_cosine(got, wanted, sum(row.dot for row in rows))
+    error = _norm(row.gap for row in rows) / (wanted or 1.0)
+    large = [row for row in rows if max(row.got, row.wanted) > SMALL * max(got, wanted)]
+    each = [Worst(row.name, *row.ratio_and_cosine) for row in large]
+    worst = max(each, key=lambda w: abs(w.ratio - 1) + abs(w.cosine - 1), default=None)
+    kind: Kind = "different"
+    if error <= tolerance and all(row.gap <= 10 * tolerance * (row.wanted or 1.0) for row in large):
         kind = "equal"
     elif _angle(cosine) <= tolerance and all(
-        _angle(one.cosine) + abs(one.ratio / ratio - 1) <= 10 * tolerance for one in each
+        _angle(w.cosine) + abs(w.ratio / ratio - 1) <= 10 * tolerance for w in each
     ):
         kind = "scaled"
-    else:
-        kind = "different"
-    return Comparison(kind, ratio, cosine, error, worst)
+    return Comparison(kind, ratio, cosine, error, worst, rows)
 
 
 def _norm(values: Iterable[float]) -> float:
@@ -97,13 +152,18 @@ def shares(union: Gradients, ranks: Gradients, first: Gradients) -> tuple[float,
     keys = sorted(union)
     if not keys or not all(key in ranks and key in first for key in keys):
         return None
-    u, r, f = (torch.cat([g[k].double().flatten() for k in keys]) for g in (union, ranks, first))
-    basis = torch.stack([r, f], dim=1)
-    weights = torch.linalg.lstsq(basis, u[:, None], driver="gelsd").solution.flatten()
-    if float((basis @ weights - u).norm()) > 5 * TOLERANCE * float(u.norm()):
+    products = torch.zeros(3, 3, dtype=torch.float64)  # of the three with one another
+    for key in keys:
+        for chunk in _chunks([ranks[key], first[key], union[key]], torch.float64):
+            stacked = torch.stack(chunk)
+            products += stacked @ stacked.T
+    basis, wanted, square = products[:2, :2], products[:2, 2], products[2, 2]
+    weights = torch.linalg.lstsq(basis, wanted[:, None], driver="gelsd").solution.flatten()
+    left = square - 2 * weights @ wanted + weights @ basis @ weights
+    if float(left) > (5 * TOLERANCE) ** 2 * float(square):
         return None
-    second = float(weights[0]) / 2  # the average holds half of each
-    one = second + float(weights[1])
-    if abs(second - 0.5) <= 5 * TOLERANCE or abs(one + second - 1) > 5 * TOLERANCE:
+    of_second = float(weights[0]) / 2  # the average holds half of each
+    of_first = of_second + float(weights[1])
+    if abs(of_second - 0.5) <= 5 * TOLERANCE or abs(of_first + of_second - 1) > 5 * TOLERANCE:
         return None
-    return one, second
+    return of_first, of_second

@@ -1,9 +1,8 @@
 """What the runs of a certificate do: which samples each of its first optimizer steps gets.
 
-The script is usually started twice, and once more if the rules are asked; at most seven times. The
-*ranks* are the script as the user runs it; *one* is the same script as a single process. Either is
-started again if it needs another environment. The last start is only *observed*: it takes six
-ordinary steps, or 16, and the rules say why the two differ, and what their steps do not show. No
+The *ranks* are the script as the user runs it; *one* is the same script as a single process. Either
+is started again if it needs another environment. A last start is only *observed*: it takes 16
+ordinary steps, and the rules say why the two differ, and what their steps do not show. No
 update is kept in the steps of the plan, so all start from the same weights, and two steps differ
 only in their samples. Where several optimizers take turns, a step is one round of them: the ranks
 are started once more after two equal rounds, and know then how long a round is:
@@ -14,9 +13,14 @@ are started once more after two equal rounds, and know then how long a round is:
     deal    the samples of `own`, dealt again    the union in another order: what rounding does
     usual   their own; clipping and BatchNorm    the union; clipping and BatchNorm act as the
             act as the script has them           script has them; only if it has any
+    twice   (none)                               the union, every sample twice: the gradient of a
+                                                 sum doubles, that of a mean stays
     again   their own                            the union: what nobody has planned, such as a
                                                  random number of Python's, shows here
     later   ordinary steps, updates included: whether all ranks go on with the same gradient
+
+A script may divide the number of its passes by the number of ranks. Then one process makes as many
+as all ranks together, and each pass gets the samples of one rank's pass, as they are (`spread`).
 """
 
 import json
@@ -27,12 +31,22 @@ from typing import Literal, Self
 
 PART = "DDP_DOCTOR_CERTIFY"  # what a process of such a run is, as JSON
 OWN, COPIES, DEAL, AGAIN, USUAL, LATER = "own", "copies", "deal", "again", "usual", "later"
+TWICE = "twice"
 PLAN = (OWN, COPIES, DEAL, AGAIN)
 PLAN_USUAL = (OWN, COPIES, DEAL, USUAL, AGAIN)
 # A loader that fetches one batch ahead has fetched the second step's before the first step ends.
 PLAN_AHEAD = (OWN, LATER, COPIES, DEAL, AGAIN)
-TURNS = "turns"  # a file: how many steps of optimizers are one round of them
 WATCHED = 16  # steps of the ranks per optimizer
+AT_MOST = 100  # steps per optimizer that the rules are shown
+
+# Files of a part, besides those that `files` names. Each is written by one process.
+WORLD = "world"  # how many ranks there are
+TURNS = "turns"  # how many steps of optimizers are one round of them
+WEIGHTS = "weights.pt"  # rank 0's, with which one process starts
+NEEDS_RANKS = "needs-ranks"  # the script expects a launcher
+STARTS_RANKS = "starts-ranks"  # the script starts ranks, though a launcher has started it
+WORLD_IN_SCRIPT = "world-in-script"  # one process calculates with the number of ranks
+COMBINES = "combines"  # an optimizer's step calls a collective
 
 
 @dataclass(frozen=True)
@@ -43,8 +57,10 @@ class Part:
     kind: Literal["ranks", "one", "observed"]
     cpu: bool = False
     late: bool = False  # samples are only replaced where they meet weights, not where they are made
-    observed: int = 6  # steps that the rules look at
+    spread: bool = False  # one process makes as many passes as all ranks together
+    observed: int = WATCHED  # steps that the rules look at
     turns: int = 1  # steps of optimizers that are one step of the plan
+    world: int = 1  # ranks that have to leave before nothing else is wanted; `observed` only
 
     @property
     def one(self) -> bool:
@@ -62,13 +78,35 @@ class Part:
 
     def path(self, name: str) -> Path:
         """A file of this part of the certificate."""
-        return Path(self.folder) / self.kind / name
+        return self.of_ranks(name) if self.kind == "ranks" else Path(self.folder, self.kind, name)
+
+    def of_ranks(self, name: str) -> Path:
+        """A file that the ranks wrote, for both parts to read.
+
+        Ranks that start again have a folder of their own: a late one may still write to the other.
+        """
+        return Path(self.folder, "ranks" if self.turns == 1 else "rounds", name)
 
     @property
     def journals(self) -> Path:
         """Where observed ranks write."""
         return self.path("journals")
 
-    def of_ranks(self, name: str) -> Path:
-        """A file that the ranks wrote, for both parts to read."""
-        return Path(self.folder) / "ranks" / name
+    def leave(self, rank: int) -> None:
+        """Note that a rank has done all that is wanted of it."""
+        self.path(f"left.{rank}").touch()
+
+    def is_done(self) -> bool:
+        """Whether all ranks have left, so that nothing else of this start is wanted."""
+        if self.kind == "observed":
+            from ddp_doctor.facts.journal import read_statuses
+
+            statuses = [journal.status for journal in read_statuses(self.journals)]
+            return sum(bool(s and s.ended and s.steps) for s in statuses) >= self.world
+        world = self.path(WORLD)
+        wanted = int(world.read_text() or 0) if self.kind == "ranks" and world.exists() else 1
+        return self.has_left() >= max(1, wanted)
+
+    def has_left(self) -> int:
+        """How many ranks have left."""
+        return len(list(self.path("").glob("left.*")))

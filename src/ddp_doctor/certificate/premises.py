@@ -7,11 +7,13 @@ that the script reduced over the ranks. `parted` compares rows by value and in a
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ddp_doctor.certificate.record import Seen
 from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.places import place
 
@@ -22,11 +24,21 @@ LOSSES = {
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
 }
 BYTES = 1 << 28  # what is kept of a step
-Seen = dict[str, Any]  # what, key, place; of a model: rows; of a loss: columns, out, target
 
 
-class Unmarked(str):
-    """A doubt about the samples, which a mark would remove; perhaps samples at the model, too."""
+@dataclass(frozen=True)
+class Doubt:
+    """Why two runs may not have had the same samples.
+
+    `violated`: they had others, as far as is seen; else it could not be shown that they had the
+    same. `of_samples`: a mark might remove it, or samples that are replaced at the model only.
+    `excuses`: it would explain a difference, and says nothing against agreement.
+    """
+
+    why: str
+    violated: bool = False
+    of_samples: bool = False
+    excuses: bool = False
 
 
 class Premises:
@@ -73,16 +85,21 @@ class Premises:
         if type(tensor) is Tensor and tensor.numel() <= 16 and not tensor.requires_grad:
             self._note(NUMBERS, "", values=tensor.detach().cpu().double().flatten().clone())
 
-    def in_time(self, length: int) -> None:
-        """The length of sequences whose first dimension is time."""
-        self._note(TIME, "", length=length)
+    def in_layer(self, module: nn.Module, args: Any) -> None:
+        """How long a sequence is whose first dimension is time, or that is read cell by cell."""
+        if isinstance(module, nn.RNNCellBase):
+            self.cells += 1
+            self._note(TIME, "", length=self.cells)
+        in_time = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first
+        if in_time and args and isinstance(args[0], Tensor) and args[0].dim() == 3:
+            self._note(TIME, "", length=len(args[0]))
 
     def _note(self, what: str, key: str, **of: Any) -> None:
         self.seen.append({"what": what, "key": key, "place": place(), **of})
 
 
-def parted(ours: Iterable[Seen], theirs: Iterable[Seen]) -> str:
-    """Where samples are not the same in two runs, in a sentence; empty if all are.
+def parted(ours: Iterable[Seen], theirs: Iterable[Seen]) -> Doubt | None:
+    """Where samples are not the same in two runs; None if all are.
 
     `ours` is what all ranks saw, `theirs` what the other run saw.
     """
@@ -117,46 +134,60 @@ def _of(seen: Iterable[Seen], what: str, key: str | None = None) -> list[Seen]:
     return [one for one in seen if one["what"] == what and key in (None, one["key"])]
 
 
-def _weights(ours: list[Seen], theirs: list[Seen]) -> str:
+def _weights(ours: list[Seen], theirs: list[Seen]) -> Doubt | None:
     """The first call of a model whose weights are not the same everywhere."""
-    for one in _of(theirs, WEIGHTS):
-        others = [other["weights"] for other in _of(ours, WEIGHTS, one["key"])]
-        if not any(math.isclose(one["weights"], other, rel_tol=1e-6) for other in others):
-            return (
-                f"At {one['place']}, the model has other weights than on the ranks: the step moves "
-                "them before this pass, each rank by its own gradient, so one process is no "
-                "reference."
+    for call in _of(theirs, WEIGHTS):
+        others = [other["weights"] for other in _of(ours, WEIGHTS, call["key"])]
+        if not any(math.isclose(call["weights"], other, rel_tol=1e-6) for other in others):
+            return Doubt(
+                f"At {call['place']}, the model has other weights than on the ranks: the step "
+                "moves them before this pass, each rank by its own gradient, so one process is no "
+                "reference.",
+                violated=True,
             )
-    return ""
+    return None
 
 
-def _models(ours: list[Seen], theirs: list[Seen]) -> str:
+def _models(ours: list[Seen], theirs: list[Seen]) -> Doubt | None:
     """The first call of a model that was given other rows. A wrapper may be given more tensors."""
     calls = _of(ours, MODEL)
     if not calls:
-        return "No call of a model with the optimizer's parameters was seen."
-    keys = dict.fromkeys(one["key"] for one in calls)
-    for key in dict.fromkeys(one["key"] for one in _of(theirs, MODEL)):
+        if _same_outputs(ours, theirs):
+            return None
+        return Doubt("No call of a model with the optimizer's parameters was seen.")
+    keys = dict.fromkeys(call["key"] for call in calls)
+    for key in dict.fromkeys(call["key"] for call in _of(theirs, MODEL)):
         model = key.split("/")[0]
-        got = [one["rows"] for one in _of(theirs, MODEL, key)]
+        got = [call["rows"] for call in _of(theirs, MODEL, key)]
         of_model = [k for k in keys if k.split("/")[0] == model]
         if any(same_rows([s["rows"] for s in _of(ours, MODEL, k)], got) for k in of_model):
             continue
         where = _of(theirs, MODEL, key)[0]["place"]
-        said = f"At {where}, the model does not get the samples that it gets on the ranks."
-        return Unmarked(f"{said} {MARK}")
+        why = f"At {where}, the model does not get the samples that it gets on the ranks."
+        return Doubt(why, violated=True, of_samples=True)
     for model in dict.fromkeys(key.split("/")[0] for key in keys):
         apart = _inputs_apart([_inputs(side, model) for side in (ours, theirs)])
         if apart or _ragged_apart(ours, theirs, model):
-            where = next(one["place"] for one in theirs if one["key"].startswith(f"{model}/"))
-            return Unmarked(
-                f"At {where}, the model gets the rows of one input with other rows of another than "
-                f"on the ranks. {MARK}"
-            )
+            where = next(call["place"] for call in theirs if call["key"].startswith(f"{model}/"))
+            why = f"At {where}, the model gets the rows of one input with other rows of another "
+            return Doubt(f"{why}than on the ranks.", violated=True, of_samples=True)
     missing = {key.split("/")[0] for key in keys}
-    if missing - {one["key"].split("/")[0] for one in _of(theirs, MODEL)}:
-        return f"The call of the model at {calls[0]['place']} was not seen in both runs."
-    return ""
+    if missing - {call["key"].split("/")[0] for call in _of(theirs, MODEL)}:
+        return Doubt(f"The call of the model at {calls[0]['place']} was not seen in both runs.")
+    return None
+
+
+def _same_outputs(ours: list[Seen], theirs: list[Seen]) -> bool:
+    """Whether losses show that outputs are the same, where the script calls no module."""
+    keys = {loss["key"] for loss in _of(ours, LOSS)}
+    sides = [[_of(side, LOSS, key) for key in sorted(keys)] for side in (ours, theirs)]
+    return bool(keys) and all(
+        bool(others)
+        and _same_values(
+            torch.cat([a["out"] for a in losses]), torch.cat([b["out"] for b in others])
+        )
+        for losses, others in zip(*sides, strict=True)
+    )
 
 
 def _inputs(seen: list[Seen], model: str) -> list[list[Tensor]]:
@@ -180,7 +211,7 @@ def _ragged_apart(ours: list[Seen], theirs: list[Seen], model: str) -> bool:
             its = list(map(len, sides[0]))
             lengths = lengths or its
             shapes = {one.shape[1:] for side in sides for one in side}
-            same = len(shapes) == 1 and torch.equal(*map(torch.cat, sides))
+            same = len(shapes) == 1 and torch.equal(torch.cat(sides[0]), torch.cat(sides[1]))
             in_order[its == lengths].append(same)
     return any(in_order[True]) and not all(in_order[False])
 
@@ -206,31 +237,31 @@ def _inputs_apart(sides: list[list[list[Tensor]]]) -> bool:
     return True
 
 
-def _times(ours: list[Seen], theirs: list[Seen]) -> str:
+def _times(ours: list[Seen], theirs: list[Seen]) -> Doubt | None:
     """The first layer that gets longer sequences: samples were joined along time."""
-    longest = max((one["length"] for one in _of(ours, TIME)), default=0)
-    for one in _of(theirs, TIME):
-        if one["length"] > longest:
-            return (
-                f"At {one['place']}, a layer's sequences are longer than on the ranks: its samples "
-                "are along the second dimension. Take them from a DataLoader, or use batch_first."
+    longest = max((layer["length"] for layer in _of(ours, TIME)), default=0)
+    for layer in _of(theirs, TIME):
+        if layer["length"] > longest:
+            return Doubt(
+                f"At {layer['place']}, a layer's sequences are longer than on the ranks: its "
+                "samples are along the second dimension. Take them from a DataLoader, or use "
+                "batch_first.",
+                violated=True,
             )
-    return ""
+    return None
 
 
-def _losses(ours: list[Seen], theirs: list[Seen]) -> str:
+def _losses(ours: list[Seen], theirs: list[Seen]) -> Doubt | None:
     """The first loss whose targets have come apart from its outputs."""
-    for key in dict.fromkeys(one["key"] for one in _of(ours, LOSS)):
+    for key in dict.fromkeys(loss["key"] for loss in _of(ours, LOSS)):
         sides = [_of(ours, LOSS, key), _of(theirs, LOSS, key)]
-        if len({tuple(one["columns"]) for side in sides for one in side}) != 1 or not sides[1]:
+        if len({tuple(loss["columns"]) for side in sides for loss in side}) != 1 or not sides[1]:
             continue
         every, kept = ([_pairs(side, only_kept) for side in sides] for only_kept in (False, True))
-        if _apart(*every) or _apart(*kept):
-            return Unmarked(
-                f"At {sides[1][0]['place']}, the targets are not with the outputs that they are "
-                f"with on the ranks. {MARK}"
-            )
-    return ""
+        if _apart(every[0], every[1]) or _apart(kept[0], kept[1]):
+            why = f"At {sides[1][0]['place']}, the targets are not with the outputs that they are "
+            return Doubt(f"{why}with on the ranks.", violated=True, of_samples=True)
+    return None
 
 
 def _pairs(calls: list[Seen], only_kept: bool) -> tuple[Tensor, Tensor]:
@@ -249,8 +280,8 @@ def _apart(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
         return False
     size = float(out.square().mean().sqrt()) or 1.0
     width = float(target.square().mean().sqrt()) or 1.0
-    sums = (one / size + math.e * its / width for one, its in (ours, theirs))
-    return not _same_values(*sums)
+    sums = [one / size + math.e * its / width for one, its in (ours, theirs)]
+    return not _same_values(sums[0], sums[1])
 
 
 def other_counts(ours: Iterable[Seen], theirs: Iterable[Seen], world: int, shared: bool) -> str:
@@ -293,10 +324,10 @@ def same_rows(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
             first, *others = cropped
             if all(one.shape == first.shape and torch.equal(one, first) for one in others):
                 return True
-            if sum(t.shape[dim] for t in a) == sum(t.shape[dim] for t in b) and _same_values(
-                *(torch.cat([_projected(t.transpose(0, dim)) for t in side]) for side in (a, b)),
-                every[0].dtype,
-            ):
+            first, second = (
+                torch.cat([_projected(t.transpose(0, dim)) for t in side]) for side in (a, b)
+            )
+            if _same_values(first, second, every[0].dtype):
                 return True
     return False
 
@@ -323,8 +354,9 @@ def _projected(tensor: Tensor) -> Tensor:
     if rows is None:
         return tensor.detach().cpu().double().nan_to_num()
     generator = torch.Generator().manual_seed(rows.shape[1])
-    numbers = {"dtype": torch.float64, "device": "cpu"}  # whatever device the script has chosen
-    return rows @ torch.randn(rows.shape[1], generator=generator, **numbers)
+    # On the CPU, whatever device the script has chosen.
+    kind = torch.float64
+    return rows @ torch.randn(rows.shape[1], generator=generator, dtype=kind, device="cpu")
 
 
 def _same_values(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:

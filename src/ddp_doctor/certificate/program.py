@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_doctor.certificate.child import NEEDS_RANKS, WORLD_IN_SCRIPT
 from ddp_doctor.certificate.forks import cheapest
-from ddp_doctor.certificate.plan import TURNS, WATCHED, Part
-from ddp_doctor.certificate.starts import LAUNCHED, Start, all_launched
+from ddp_doctor.certificate.guard import FOLDER, guard
+from ddp_doctor.certificate.plan import NEEDS_RANKS, TURNS, WATCHED, WORLD, Part
+from ddp_doctor.certificate.starts import LAUNCHED, OwnRanksError, Start, all_launched
 from ddp_doctor.options import FOUND, LEVELS, UNCHECKED, say
 from ddp_doctor.run.folders import own_folder
 
@@ -22,36 +22,12 @@ if TYPE_CHECKING:
     from ddp_doctor.report.report import Report
 
 
-def divides_micro_batches(folder: Path, world: str) -> bool:
-    """Whether one process made as many backward passes as all ranks together, as a script does that
-    divides their number by WORLD_SIZE.
-    """
-    from ddp_doctor.certificate.plan import OWN
-    from ddp_doctor.certificate.verdict import read
-
-    ranks, one = (read(folder / kind).get((0, 0, OWN)) for kind in ("ranks", "one"))
-    if ranks is None or one is None:
-        return False
-    return int(one["backwards"]) == int(world) * int(ranks["backwards"]) > 0
-
-
-def are_mixed_up(folder: Path) -> bool:
-    """Whether one process lacks samples of the ranks, or has them with other targets or inputs, or
-    as weights.
-    """
-    from ddp_doctor.certificate.premises import Unmarked
-    from ddp_doctor.certificate.verdict import FLAT, judge
-
-    properties = judge(folder, "", "").properties
-    p1 = next((one for one in properties if one.name == "P1"), None)
-    return p1 is not None and (isinstance(p1.why, Unmarked) or p1.why == FLAT)
-
-
 @contextlib.contextmanager
 def common_folder() -> Iterator[Path]:
     """A folder that all ranks of a launch find; rank 0 removes it. A new one without ranks."""
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory(prefix="ddp-doctor-") as name:
+            guard().tell(FOLDER, name)
             yield Path(name)
         return
     names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT")
@@ -61,10 +37,13 @@ def common_folder() -> Iterator[Path]:
         folder = own_folder(Path(tempfile.gettempdir()) / f"ddp-doctor-{os.getuid()}-{safe}")
     except OSError as error:
         raise SystemExit(f"ddp-doctor: {error}") from None
+    first = os.environ["RANK"] == "0"
+    if first:
+        guard().tell(FOLDER, folder)
     try:
         yield folder
     finally:
-        if os.environ["RANK"] == "0":
+        if first:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -78,57 +57,51 @@ def measure(
     """Start the script as often as needed; None on a rank that is not the first."""
     from ddp_doctor.certificate.verdict import judge
 
-    as_ranks, as_one = Part(str(folder), "ranks", cpu), Part(str(folder), "one", cpu)
     alone = dict.fromkeys(LAUNCHED, "")
     rank = os.environ.get("RANK")
+    part = Part(str(folder), "ranks", cpu)
+    if rank is None and ranks is None:
+        failed = start(part, command, [alone]).wait()
+        if part.path(NEEDS_RANKS).exists():
+            ranks = 2
     if rank is not None:
-        failed = start(as_ranks, command, [{}]).wait()
+        failed = start(part, command, [{}]).wait()
         if rank != "0":
             return None
-    elif ranks is None:
-        failed = start(as_ranks, command, [alone]).wait()
-        if as_ranks.path(NEEDS_RANKS).exists():
-            ranks = 2
-    if rank is None and ranks is not None:
-        failed = start(as_ranks, command, all_launched(ranks)).wait()
-    world = as_ranks.path("world")
+    elif ranks is not None:
+        failed = start(part, command, all_launched(ranks)).wait()
     by_launcher = rank is not None or ranks is not None
-    if as_ranks.path(TURNS).exists():
-        turns = int(as_ranks.path(TURNS).read_text())
-        as_ranks, as_one = (replace(part, turns=turns) for part in (as_ranks, as_one))
-        for file in as_ranks.path("").glob("*.pt"):
-            file.unlink()
-        every = all_launched(int(world.read_text())) if by_launcher else [alone]
-        failed = start(as_ranks, command, every).wait()
-    failed_one = ""
-    if world.exists() and world.read_text() != "1":
+    if part.path(TURNS).exists():
+        world = int(part.path(WORLD).read_text())
+        part = replace(part, turns=int(part.path(TURNS).read_text()))
+        failed = start(part, command, all_launched(world) if by_launcher else [alone]).wait()
+    one, failed_one = replace(part, kind="one"), ""
+    if part.path(WORLD).exists() and part.path(WORLD).read_text() != "1":
         environment = all_launched(1)[0] if by_launcher else alone
-        failed_one = _measure_one(as_one, command, environment, world.read_text(), start)
-    return judge(folder, failed, failed_one)
+        one, failed_one = _measure_one(one, command, environment, start)
+    return judge(part, one, failed, failed_one)
 
 
 def _measure_one(
-    part: Part,
-    command: Sequence[str],
-    environment: dict[str, str],
-    world: str,
-    start: type[Start],
-) -> str:
+    part: Part, command: Sequence[str], environment: dict[str, str], start: type[Start]
+) -> tuple[Part, str]:
     """Start the script as one process, and again where it needs another start; how it failed."""
-    folder, by_launcher = Path(part.folder), bool(environment["RANK"])
+    from ddp_doctor.certificate.verdict import has_nothing_of, makes_all_passes
+
     failed = start(part, command, [environment]).wait()
-    nothing = failed and not any(part.path("").glob("step.0.*.pt"))
-    if nothing or are_mixed_up(folder):
-        # A script may expect one rank's batch where samples are made, but not in the model: one
-        # process gets its samples where the ranks' models get them.
+    for _ in range(2):
+        if not part.spread and makes_all_passes(part):
+            again = replace(part, spread=True)
+        elif not part.late and has_nothing_of(part, failed):
+            # A script may expect one rank's batch where samples are made, but not in the model:
+            # one process gets its samples where the ranks' models get them.
+            again = replace(part, late=True)
+        else:
+            break
         shutil.rmtree(part.path(""))
-        part = replace(part, late=True)
-        failed = start(part, command, [environment]).wait() and failed
-    if by_launcher and not failed and divides_micro_batches(folder, world):
-        part.path(WORLD_IN_SCRIPT).touch()  # it is started again, and told the number
-        environment["WORLD_SIZE"] = world
-        failed = start(part, command, [environment]).wait()
-    return failed
+        error = start(again, command, [environment]).wait()
+        part, failed = again, error and (failed or error)
+    return part, failed
 
 
 def report_with_rules(
@@ -139,18 +112,18 @@ def report_with_rules(
     cpu: bool,
     start: type[Start] = Start,
 ) -> "Report":
-    """The certificate's report. The script is started once more: the rules look at six ordinary
+    """The certificate's report. The script is started once more: the rules look at 16 ordinary
     steps of it, say why the gradients are not equal, and look at what the measured steps do not
     show: data, their order, learning rates, the number of micro-batches.
     """
     from ddp_doctor.report.report import make_report
 
-    late = any(one.name == "later" and one.verdict != "equal" for one in certificate.properties)
-    part = Part(str(folder), "observed", cpu, observed=WATCHED if late else 6)
+    world = certificate.world or ranks or 2
+    part = Part(str(folder), "observed", cpu, observed=WATCHED, world=world)
     part.journals.mkdir(parents=True)
     needs_ranks = Part(str(folder), "ranks").path(NEEDS_RANKS).exists()
     if "RANK" in os.environ or ranks is not None or needs_ranks:
-        start(part, command, all_launched(certificate.world or ranks or 2)).wait()
+        start(part, command, all_launched(world)).wait()
     else:
         start(part, command, [dict.fromkeys(LAUNCHED, "")]).wait()
     return make_report(part.journals, certificate=certificate)
@@ -160,7 +133,11 @@ def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
     """The command line's `--certify`: print, write, and return the exit code."""
     start = cheapest()
     with common_folder() as folder:
-        certificate = measure(command, folder, ranks, options.cpu, start)
+        try:
+            certificate = measure(command, folder, ranks, options.cpu, start)
+        except OwnRanksError as error:
+            say(f"{error}")
+            return 2
         if certificate is None:
             return 0
         result = report_with_rules(command, folder, certificate, ranks, options.cpu, start)

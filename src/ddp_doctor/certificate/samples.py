@@ -16,15 +16,15 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from ddp_doctor.certificate.files import write
-from ddp_doctor.certificate.plan import COPIES, DEAL, Part
+from ddp_doctor.certificate.plan import COPIES, DEAL, OWN, TWICE, Part
 from ddp_doctor.facts.places import shown
 
 FORWARD = "forward"  # the last part of a place at which a module is called
 MARKED = "marked"  # the last part of a place at which a script marks a batch
 DELIVERED = "delivered"  # the last part of a place at which one rank sends a tensor to all
 # Where the script does something: file, line, instruction, whether the model only evaluates, what.
-Place = tuple[Hashable, ...]
-Key = tuple[Hashable, int]  # where samples come from, and how often they did in this step
+Place = tuple[Any, ...]
+Key = tuple[Any, int]  # where samples come from, and how often they did in this step
 
 
 @dataclass
@@ -112,14 +112,32 @@ class Handed:
             return list(every)
         return [next(r for r in every if same(self.of[r], self.of[rank])) for rank in every]
 
-    def everyones(self, key: Key) -> list[Any] | None:
+    @property
+    def passes(self) -> int:
+        """How many passes one process makes for each of a rank's."""
+        return len(self.of) if self.part.one and self.part.spread else 1
+
+    def origin(self, key: Key) -> tuple[int, Key]:
+        """Of one process with as many passes as all ranks: whose samples a pass gets, and which."""
+        place, turn = key
+        if self.passes == 1:
+            return 0, key
+        turns = [k[1] + 1 for k in self.of[0].samples if k[0] == place]
+        rank, at = divmod(turn, self.of[0].per_step.get(place) or max(turns, default=1))
+        return rank, (place, at)
+
+    def everyones(self, key: Key, kind: str = OWN) -> list[Any] | None:
         """What each rank had there; None if one of them had nothing."""
-        found = [one.samples.get(key) for one in self.of]
-        return None if any(samples is None for samples in found) else found
+        records = self.of
+        if self.passes > 1:
+            rank, key = self.origin(key)
+            records = self.of[:1] if kind == COPIES else self.of[rank : rank + 1]
+        found = [record.samples.get(key) for record in records]
+        return None if any(samples is None for samples in found) or not found else found
 
     def items(self, kind: str, key: Key) -> list[Any] | None:
         """The samples of a loader's batch; None if a rank had no such batch."""
-        every = self.everyones(key)
+        every = self.everyones(key, kind)
         if every is None:
             return None
         if kind == COPIES:
@@ -127,21 +145,27 @@ class Handed:
         if kind == DEAL:
             return self._dealt(key, list)
         if self.part.one:
-            return [sample for samples in every for sample in samples]
+            copies = 2 if kind == TWICE else 1
+            return copies * [sample for samples in every for sample in samples]
         return list(every[self.rank])
+
+    def twice(self, key: Key, rows: torch.Tensor) -> torch.Tensor:
+        """These rows and the same rows again; positions in a batch count on."""
+        counts = self._permutes_a_batch(key) or _counts([rows])
+        return torch.cat([rows, rows + len(rows) * counts])
 
     def rows(self, kind: str, key: Key) -> torch.Tensor | None:
         """A tensor of samples; None if they cannot be joined along the first dimension."""
-        every = self.everyones(key)
+        every = self.everyones(key, kind)
         if every is not None and kind != COPIES and self._permutes_a_batch(key):
             before = itertools.accumulate(map(len, every), initial=0)
-            joined = [one + first for one, first in zip(every, before, strict=False)]
+            joined = [order + first for order, first in zip(every, before, strict=False)]
             return torch.cat(joined) if self.part.one else every[self.rank]
         if kind == DEAL and every is not None and _is_target(key) and _counts(every):
             return torch.cat(every) if self.part.one else every[self.rank]
         constant = not is_marked(key) and every is not None and alike(every)
-        if kind == DEAL and constant:
-            constant = len(every or ()) > 1 and len((every or ())[0]) not in self.lengths
+        if kind == DEAL and constant and every is not None:
+            constant = len(every) > 1 and len(every[0]) not in self.lengths
         if every is None or kind == COPIES or constant:
             return None if every is None else every[0]
         if kind == DEAL:
@@ -154,7 +178,11 @@ class Handed:
     def _permutes_a_batch(self, key: Key) -> bool:
         """Whether this is an order of a batch's rows, which each rank draws for its own."""
         every = self.everyones(key) or []
-        return key[0][-1:] == ("randperm",) and all(len(one) in self.lengths for one in every)
+        return (
+            isinstance(key[0], tuple)
+            and key[0][-1:] == ("randperm",)
+            and all(len(one) in self.lengths for one in every)
+        )
 
     def same_everywhere(self, key: Key) -> bool:
         """Whether a tensor is no sample: equal on all ranks, and at every turn of the step."""
@@ -194,6 +222,10 @@ class Handed:
 
     def _dealt(self, key: Key, parts: Callable[[Any], list[Any]]) -> list[Any]:
         """This batch's share of a step's samples of a place; one process gets all ranks' shares."""
+        if self.passes > 1:
+            rank, key = self.origin(key)
+            pool = parts(self.of[rank].samples[key])
+            return [pool[at] for at in dealt(len(pool))]
         me = self.rank if self.part.one else self.readers[self.rank]
         keys = [
             (rank, (place, turn))
@@ -246,6 +278,11 @@ def line_of(place: Place) -> str:
 def is_marked(key: Key) -> bool:
     """Whether a script marks a batch here."""
     return isinstance(key[0], tuple) and key[0][-1] == MARKED
+
+
+def is_delivered(key: Key) -> bool:
+    """Whether one rank sends a tensor to all here."""
+    return isinstance(key[0], tuple) and key[0][-1] == DELIVERED
 
 
 def _is_target(key: Key) -> bool:

@@ -10,14 +10,43 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
-from ddp_doctor.certificate.plan import Part
+from ddp_doctor.certificate.guard import ENDED, VARIABLE, guard
+from ddp_doctor.certificate.plan import STARTS_RANKS, Part
 from ddp_doctor.facts.places import is_users
+from ddp_doctor.options import say
 from ddp_doctor.run.folders import SITE
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 LIMIT = 600.0  # seconds for one start of the script
+AFTER_FAILURE = 5.0  # seconds for the other ranks, once one has failed
+AFTER_PLAN = 1.0  # seconds for what has started the ranks, once they have left
+WORD = 20.0  # seconds after which a start says what it waits for, and again
+STARTING = {
+    "ranks": "the script's ranks",
+    "one": "one process of the script",
+    "observed": "the script's ranks, which the rules observe",
+}
+ERROR = re.compile(
+    r"(The doctor failed: )?[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b"
+)  # a traceback's last line
 _RESERVED: list[socket.socket] = []  # an open one keeps its port
+
+
+class OwnRanksError(ValueError):
+    """The script starts its own ranks, and was started as ranks."""
+
+
+class Child(Protocol):
+    """What a start asks of its processes."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int | None: ...
 
 
 class Start:
@@ -26,16 +55,16 @@ class Start:
     def __init__(
         self, part: Part, command: Sequence[str], environments: list[dict[str, str]]
     ) -> None:
+        self.part = part
         self.output = part.path("output")
         self.output.mkdir(parents=True, exist_ok=True)
-        self.processes = [
-            self.process(part, command, environment, at)
-            for at, environment in enumerate(environments)
-        ]
+        self.processes: list[Child] = []
+        for at, environment in enumerate(environments):
+            self.processes.append(self.process(part, command, environment, at))
 
     def process(
         self, part: Part, command: Sequence[str], environment: dict[str, str], at: int
-    ) -> "subprocess.Popen[bytes]":
+    ) -> Child:
         """Start one process."""
         with open(self.output / f"{at}.txt", "wb") as file:
             return subprocess.Popen(
@@ -45,6 +74,7 @@ class Start:
                 stderr=file,
                 env=self.environment(part, environment),
                 start_new_session=True,
+                pass_fds=(guard().writes,),
             )
 
     def environment(self, part: Part, given: dict[str, str]) -> dict[str, str]:
@@ -53,35 +83,64 @@ class Start:
         temporary = Path(part.folder) / "tmp"
         temporary.mkdir(exist_ok=True)
         every = os.environ | given | part.environment() | {"TMPDIR": str(temporary)}
+        every[VARIABLE] = str(guard().writes)
         every["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         return {name: value for name, value in every.items() if value != ""}
 
     def wait(self) -> str:
-        """Wait for all; once one fails, five seconds more. Returns how the first one failed."""
-        until = time.monotonic() + LIMIT
-        failed: int | None = None
-        while any(process.poll() is None for process in self.processes):
-            codes = [process.poll() for process in self.processes]
-            if failed is None and any(codes):
-                failed = next(at for at, code in enumerate(codes) if code)
-                until = min(until, time.monotonic() + 5.0)
-            if time.monotonic() > until:
-                break
-            time.sleep(0.02)
-        late = [at for at, process in enumerate(self.processes) if process.poll() is None]
-        where = self._waiting(late) if failed is None and late else ""
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if failed is None:  # what was late has been killed here
+        """Wait for all; once one fails, five seconds more. Returns how the first one failed.
+
+        Once all ranks have left, what they were started by is not waited for.
+        """
+        try:
+            failed, done = self._watched()
+            late = [at for at, process in enumerate(self.processes) if process.poll() is None]
+            where = self._waiting(late) if failed is None and late and not done else ""
+        finally:
+            self._kill()
+        if failed is None and not done:  # what was late has been killed here
             ended = [at for at in range(len(self.processes)) if at not in late]
             failed = next((at for at in ended if self.processes[at].returncode), None)
         if failed is not None:
             code = self.processes[failed].returncode or 0
             killed = f" (it was ended by {signal.Signals(-code).name})" if code < 0 else ""
             return said(self._output(failed)) + killed
-        return f"it did not end within {LIMIT:g} s{where}" if late else ""
+        return f"it did not end within {LIMIT:g} s{where}" if late and not done else ""
+
+    def _watched(self) -> tuple[int | None, bool]:
+        """The first process that failed, and whether the ranks did all that is wanted of them."""
+        began = time.monotonic()
+        until, word = began + LIMIT, began + WORD
+        failed, done = None, False
+        while any(process.poll() is None for process in self.processes):
+            codes = [process.poll() for process in self.processes]
+            now = time.monotonic()
+            if self.part.path(STARTS_RANKS).exists():
+                raise OwnRanksError("the script starts its own ranks: leave out --ranks, torchrun.")
+            if not done and self.part.is_done():
+                done, until = True, min(until, now + AFTER_PLAN)
+            if failed is None and not done and any(codes):
+                until = min(until, now + AFTER_FAILURE)
+                if self.part.has_left():  # a rank that was behind, as under Join, has lost it
+                    done = True
+                else:
+                    failed = next(at for at, code in enumerate(codes) if code)
+            if now > until:
+                break
+            if now > word:
+                word += WORD
+                late = [at for at, code in enumerate(codes) if code is None]
+                who = STARTING[self.part.kind]
+                say(f"waiting for {who}, {now - began:.0f} s so far{self._waiting(late)}.")
+            time.sleep(0.02)
+        return failed, done or bool(failed is None and self.part.has_left())
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            guard().tell(ENDED, process.pid)
 
     def _output(self, at: int) -> str:
         return (self.output / f"{at}.txt").read_text(errors="replace")
@@ -102,12 +161,8 @@ class Start:
 def said(output: str) -> str:
     """The last error in a process's output, and the script's innermost line below which it rose."""
     # torch puts the rank before each line of a traceback.
-    lines = re.sub(r"^\[rank\d+\]: ?", "", output, flags=re.M).strip().splitlines()
-    errors = [
-        n
-        for n, line in enumerate(lines)
-        if line[:1].isalpha() and ("Error" in line or "Exception" in line)
-    ]
+    lines = re.sub(r"^\[rank\d+\]: ?|\x1b\[[\d;]*m", "", output, flags=re.M).strip().splitlines()
+    errors = [n for n, line in enumerate(lines) if ERROR.match(line)]
     if not errors:
         return (lines or ["no message"])[-1][:300].rstrip(".")
     own = frames("\n".join(lines[: errors[-1]]))

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ddp_doctor.certificate.marks import certified
-from ddp_doctor.certificate.plan import COPIES, DEAL, LATER
+from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, TWICE
 from ddp_doctor.certificate.premises import LOSSES
 from ddp_doctor.certificate.samples import (
     DELIVERED,
@@ -36,6 +36,7 @@ from ddp_doctor.certificate.samples import (
     Key,
     Place,
     alike,
+    is_delivered,
     is_marked,
     joinable,
     line_of,
@@ -107,7 +108,7 @@ class Tensors(TorchFunctionMode):
         self.bytes = 0
         self.hidden = False
         self.inside = 0  # calls of models that go on
-        self.ours = steps.ours
+        self.errors = steps.errors
         self.thread = threading.get_ident()
         steps.unlike = self.unlike_the_first
         steps.ends += [self.turns.clear, self.entries.clear, self.planned.clear]
@@ -140,7 +141,7 @@ class Tensors(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        with self.ours:
+        with self.errors:
             return self._seen(function, args, kwargs or {})
 
     def _seen(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -154,6 +155,8 @@ class Tensors(TorchFunctionMode):
         if where is None:
             return self._followed(name, args, self._run(function, args, kwargs))
         site = self._site(where, name)
+        if name in SCALES and not self.inside:  # not what a layer scales
+            self._note_scale(site, name, args)
         if self.steps.part.one:
             self._note_doubts(site, name, args)
         changes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
@@ -175,6 +178,19 @@ class Tensors(TorchFunctionMode):
             return self._made_late(site, result) if late else self._planned(site, result)
         return result
 
+    def _note_scale(self, site: Place, name: str, args: Any) -> None:
+        """By what number the script divides outputs, a loss, or gradients here."""
+        trains = [a for a in args if isinstance(a, Tensor) and (a.requires_grad or self._trains(a))]
+        numbers = [float(a) for a in args if isinstance(a, int | float) and a]
+        if trains and numbers:
+            divides = name.lstrip("_").removeprefix("i").startswith(("div", "true"))
+            divisor = numbers[0] if divides else 1 / numbers[0]
+            self.steps.scales[line_of(site), int(site[2])] = divisor
+
+    def _trains(self, tensor: Tensor) -> bool:
+        """Whether this is a weight, a gradient, or computed from them."""
+        return self.trained.get(id(tensor)) is tensor
+
     def _note_doubts(self, site: Place, name: str, args: Any) -> None:
         """What one process may do in another way than the ranks, though its samples are theirs."""
         source = args[0] if args else None
@@ -182,8 +198,6 @@ class Tensors(TorchFunctionMode):
             return
         world = len(self.steps.handed.of)
         trains = source.requires_grad or self.trained.get(id(source)) is source
-        if name in SCALES and trains and not self.inside:  # not what a layer scales
-            self.steps.scales |= {float(one) for one in args[1:] if isinstance(one, int | float)}
         index = next((one for one in args[1:] if isinstance(one, Tensor)), None)
         if name not in INDEXES or type(index) is not Tensor or not source.dim():
             return
@@ -213,8 +227,8 @@ class Tensors(TorchFunctionMode):
         try:
             result = function(*args, **kwargs)
         except BaseException as error:
-            if not self.ours.hooks:
-                self.ours.theirs = error
+            if not self.errors.hooks:
+                self.errors.of_script = error
             raise
         if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16):
             self.steps.half = True
@@ -223,7 +237,7 @@ class Tensors(TorchFunctionMode):
     def _site(self, frame: Any, name: str) -> Place:
         """A place in the script. What evaluates and trains has a place for each."""
         code = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
-        return (*code, self.steps.evaluates, name)
+        return (*code, self.steps.calls.evaluates, name)
 
     def _in_time(self, args: Any) -> bool:
         """Whether samples are replaced that a function is given."""
@@ -238,7 +252,7 @@ class Tensors(TorchFunctionMode):
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.inside or not self._measures:
                 return call(module, *args, **kwargs)
-            with self.ours.own():
+            with self.errors.in_hook():
                 args = self._before_module(module, args, kwargs, sys._getframe(1))
                 self.steps.before_call(module, args, kwargs)
             model = any(True for _ in module.parameters())
@@ -247,7 +261,7 @@ class Tensors(TorchFunctionMode):
                 return call(module, *args, **kwargs)
             finally:
                 self.inside -= model
-                self.steps.after_call()
+                self.steps.state.note_counters()
 
         return called
 
@@ -282,7 +296,7 @@ class Tensors(TorchFunctionMode):
             work = call(tensor, *args, **kwargs)
             frame = sys._getframe(1)
             if not self._hidden() and not self.steps.part.late and is_users(_file(frame)):
-                with self.ours.own():
+                with self.errors.in_hook():
                     if work is not None:
                         work.wait()
                     self._deliver(self._site(frame, DELIVERED), tensor)
@@ -402,6 +416,7 @@ class Tensors(TorchFunctionMode):
             self.steps.recorded.calls[site, turn] = lengths, repr(plain)
         elif (
             self.steps.part.one
+            and not self.steps.part.spread
             and site[-1] not in PAIRS_NO_ROWS
             and (site, turn) in handed.of[0].calls
         ):
@@ -413,6 +428,7 @@ class Tensors(TorchFunctionMode):
     ) -> tuple[Any, ...]:
         """Repeat constants as long as one rank's batch, if the batch holds all ranks' samples."""
         world = len(self.steps.handed.of) if self.steps.handed else 1
+        world *= 2 if self.steps.now == TWICE else 1
         grown = {
             old for old, new in zip(before, lengths, strict=False) if old and new == world * old
         }
@@ -445,7 +461,7 @@ class Tensors(TorchFunctionMode):
         if handed is None:
             self._record(key, value, replaced)
             return value
-        every = handed.everyones(key)
+        every = handed.everyones(key, self.steps.now)
         if self._known(value):
             return value
         if self.steps.now == DEAL and place[-1] in DRAWN and handed.drawn_alike(key):
@@ -458,8 +474,9 @@ class Tensors(TorchFunctionMode):
         if wanted is None:
             self.steps.unjoined.append(line_of(place))
             return value
-        joined = place[-1] in DRAWN and 0 < len(every[0]) < len(wanted)
-        if joined and handed.batch_lengths and len(every[0]) not in handed.batch_lengths:
+        rows = len(every[0]) if every else 0
+        joined = place[-1] in DRAWN and 0 < rows < len(wanted)
+        if joined and handed.batch_lengths and rows not in handed.batch_lengths:
             self.steps.doubts.append(NOT_OF_SAMPLES.format(line_of(place)))
         if not (wanted.shape == value.shape and alike([wanted, value])):
             value = wanted.clone()
@@ -472,12 +489,18 @@ class Tensors(TorchFunctionMode):
         What all ranks draw alike is drawn once per rank if there is a row for each of all samples;
         what all are sent, too if it has as many rows as a batch.
         """
-        rows = handed.rows(self.steps.now, key)
-        every = handed.everyones(key) or []
+        now = OWN if self.steps.now == TWICE else self.steps.now
+        copies = 2 if self.steps.now == TWICE else 1
+        rows = handed.rows(now, key)
+        every = handed.everyones(key, now) or []
         if len(every) > 1 and rows is not None and joinable(every) and len(rows) == len(every[0]):
-            sent = key[0][-1] == DELIVERED and self.steps.part.one and self.steps.now != COPIES
-            if len(value) == len(every) * len(rows) or (sent and len(rows) in handed.lengths):
-                rows = torch.cat(every)
+            sent = is_delivered(key) and self.steps.part.one and now != COPIES
+            grown = len(value) == copies * len(every) * len(rows)
+            if not (grown or (sent and len(rows) in handed.lengths)):
+                return rows.to(value.device)  # no samples
+            rows = torch.cat(every)
+        if copies == 2 and rows is not None:
+            rows = handed.twice(key, rows)
         return None if rows is None else rows.to(value.device)
 
     def _record(self, key: Key, value: Tensor, replaced: bool) -> None:
@@ -500,7 +523,7 @@ class Tensors(TorchFunctionMode):
             return False
         if handed.loaded and name not in DRAWN:
             return True
-        if not self.steps.part.late and key in handed.of[0].derived:
+        if not self.steps.part.late and handed.origin(key)[1] in handed.of[0].derived:
             return True
         if handed.of_sizes(key) or (not replaced and handed.same_everywhere(key)):
             return True

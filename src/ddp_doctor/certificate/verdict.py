@@ -1,56 +1,56 @@
-"""What the measured gradients say: properties, and the verdict that follows from them."""
+"""What the measured gradients say: a table of properties, and the first verdict that fits.
 
-import math
+Why EQUAL is to be trusted: one process of the same script got the same samples (`premises` compares
+the rows that its models were given, the pairs of output and target in its losses, and the counts
+that were reduced), started with the same weights, and computed the same gradient to a thousandth
+(P1). Dealt differently over the ranks, they give it again (P2), so it is no accident of the deal.
+With every sample twice, one process's gradient stays, so the loss is a mean, and no constant in it
+hides a factor. And the ranks stay together in the steps that follow. What of this was not shown is
+in the verdict's sentence; what was shown to be otherwise makes it NOT JUDGED.
+"""
+
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-import torch
+from collections.abc import Callable
+from fractions import Fraction
 
 from ddp_doctor.certificate import files
+from ddp_doctor.certificate.evidence import (
+    ELSEWHERE,
+    OTHERS,
+    WORLD,
+    Evidence,
+    apart,
+    shapes_differ,
+)
 from ddp_doctor.certificate.fixed import OFF
-from ddp_doctor.certificate.measure import (
-    HALF,
-    TOLERANCE,
-    Comparison,
-    Gradients,
-    called,
-    compare,
-    shares,
+from ddp_doctor.certificate.measure import Comparison, called, compare, shares
+from ddp_doctor.certificate.plan import (
+    COMBINES,
+    COPIES,
+    DEAL,
+    LATER,
+    OWN,
+    TWICE,
+    USUAL,
+    WORLD_IN_SCRIPT,
+    Part,
 )
-from ddp_doctor.certificate.plan import AGAIN, COPIES, DEAL, LATER, OWN, USUAL
-from ddp_doctor.certificate.premises import (
-    MARK,
-    Seen,
-    Unmarked,
-    other_counts,
-    other_numbers,
-    parted,
-    same_totals,
-)
+from ddp_doctor.certificate.plan import WORLD as WORLD_FILE
+from ddp_doctor.certificate.premises import LOSS, MARK, MODEL, Doubt, other_numbers
+from ddp_doctor.certificate.record import Step, read
 from ddp_doctor.certificate.samples import Recorded, same
-from ddp_doctor.facts.certificate import TITLES, Certificate, Property
+from ddp_doctor.facts.certificate import TITLES, Certificate, LeadsTo, Measured, Property
 
 FLAT = (
     "Each rank holds parameters of other shapes than one process: the model is cut by hand or by "
     "FSDP1. Models that fully_shard or parallelize_module has cut can be certified."
 )
 RESHAPED = "Since the first step, the script has replaced parameters by ones of other shapes."
-ELSEWHERE = "This step did not get its samples at the places where the first step did."
 COMBINED_LATER = (
     "The optimizer gets another gradient on each rank, but the ranks' weights stay equal. They are "
     "combined in its step or after it, which is not measured."
 )
-FOREIGN = (
-    "The DataLoader's samples are of class {}, which is not handed to another process. Let the "
-    "dataset return tensors, arrays, numbers, texts, lists, or dicts."
-)
 SEVERAL = "One process has no mesh and no group of several ranks, so only P2 can judge this script."
-IN_ORDER = (
-    "In one process, the same samples in another order give another gradient. So the gradient "
-    "depends on which samples share a micro-batch, or on the number of the step."
-)
 NO_REFERENCE = (
     "In one process, the same samples in another order give another gradient. So one process may "
     "have the same defect as the ranks, or depend on which samples are side by side, or on the "
@@ -62,15 +62,11 @@ NO_SECOND = (
     "are compared with one another only."
 )
 PARTLY = "Not every optimizer of the first step takes a step of this kind."
-UNSTEADY = (
-    "In another step, the same samples give {} another gradient (relative error {:.2g}). The step "
-    "draws, counts, or moves something that is not seen. Seed it, or turn it off."
-)
 DEAF = (
     "Other samples give the same gradient, so it is not computed from what was taken for samples."
 )
+UNCOMBINED = "The ranks' gradients are not equal, so there is none to compare."
 ALONE = "One process and one micro-batch: nothing is combined. Start it with --ranks 2."
-OTHERS = "The ranks hold different parameters, so one process cannot stand for them."
 STARTS = (
     "The ranks start from different weights. If each holds a part of the model, this is right and "
     "cannot be judged; else broadcast the weights of rank 0."
@@ -92,6 +88,10 @@ IF_AVERAGED = (
     " Right only if the parameters are averaged from time to time (local SGD). In the {} steps "
     "that were watched, they were not."
 )
+NOT_TWICE = (
+    "One process took no step with every sample twice, so whether the loss is a sum, which a "
+    "constant may divide, is not known."
+)
 K_NOT_MEASURED = (
     "If the backward passes of a step are micro-batches: whether the loss has to be divided by "
     "their number is not measured, because one process has as many."
@@ -100,14 +100,8 @@ NEVER_CLEARED = (
     "The script never called zero_grad(). Whether a step adds to the gradients of earlier ones is "
     "not measured."
 )
-WORLD = "The script contains the number of ranks, so one process of it may calculate with it, too."
-FROZEN = "Parameters without requires_grad have other values in one process. Seed them."
-SENT = (
-    "At {}, all ranks have the same tensor: one rank sends it, or all draw it alike. Whether its "
-    "rows belong to the samples, and move with them, is not known."
-)
 STEP = "optimizer step {} (counted from 0)"  # as the rules count
-WEIGHTS = "the ranks' weights differ: rank {}'s are not rank 0's."
+WEIGHTS_DIFFER = "the ranks' weights differ: rank {}'s are not rank 0's."
 UNTRAINED = (
     "Before {}, a parameter without requires_grad differs: rank {}'s {} is not "
     "rank 0's. What a forward changes has to be combined over the ranks."
@@ -117,221 +111,228 @@ SAME_SAMPLES = (
     "All ranks have the same samples in the first step. That is right only if they split layers; "
     "else give each rank samples of its own, for example with a DistributedSampler."
 )
-ONE_BATCH = (
-    "All ranks have the same samples here, and have others each in another deal. If they split one "
-    "batch, such a deal says nothing."
-)
 SAME_MICRO_BATCHES = (
     "One process with all samples computes the same gradient, but in as many backward passes, so "
     "it does not show that the samples of each weigh the same."
 )
-ROUNDING = 8  # times the precision of a weight: what may lie between equal weights
-Part = Mapping[tuple[int, int, str], Mapping[str, Any]]  # (rank, optimizer, kind) → facts
+Decision = tuple[Property, str]
 
 
-def read(folder: Path) -> Part:
-    """What one part wrote, in the order of its steps."""
-    found = [files.read(path) for path in folder.glob("step.*.pt")]
-    found.sort(key=lambda facts: (facts["turn"], facts["rank"]))
-    return {(facts["rank"], facts["optimizer"], facts["kind"]): facts for facts in found}
-
-
-def judge(folder: Path, failed_ranks: str, failed_one: str) -> Certificate:
-    """The certificate of a folder in which both parts have written.
+def judge(ranks: Part, one: Part, failed_ranks: str, failed_one: str) -> Certificate:
+    """The certificate of two parts.
 
     `failed_ranks`, `failed_one`: the last line of the error that ended a part, or empty.
     """
-    ranks, one = read(folder / "ranks"), read(folder / "one")
-    first = [facts for (rank, _, kind), facts in ranks.items() if rank == 0 and kind == OWN]
-    if not first or (failed_ranks and not (folder / "ranks" / "world").exists()):
-        said = failed_ranks or "it took no optimizer step"
-        why = f"The script did not finish an optimizer step: {said}."
-        world = first[0]["world"] if first else 0
+    steps = read(ranks)
+    first = [step for (rank, _, kind), step in steps.items() if rank == 0 and kind == OWN]
+    world = first[0].world if first else 0
+    if not first or (failed_ranks and not ranks.path(WORLD_FILE).exists()):
+        error = failed_ranks or "it took no optimizer step"
+        why = f"The script did not finish an optimizer step: {error}."
         return Certificate("not judged", why, world=world, error=failed_ranks)
-    if len(list((folder / "ranks").glob("samples.*.pt"))) < first[0]["world"] and failed_ranks:
+    records = list(ranks.path("").glob(files.samples_of("*")))
+    if len(records) < world and failed_ranks:
         why = f"Not every rank took an optimizer step: {failed_ranks}."
-        return Certificate("not judged", why, world=first[0]["world"], error=failed_ranks)
-    gradients = [gradient for facts in first for gradient in facts["gradients"].values()]
-    if not any(bool(gradient.any()) for gradient in gradients):
-        why = ZERO if gradients else NO_GRADIENT
-        counts = (first[0]["world"], max(1, int(first[0]["backwards"])))
-        return Certificate("not judged", why, world=counts[0], micro_batches=counts[1])
-    world_in_script = (folder / "one" / "world-in-script").exists()
-    combines = (folder / "ranks" / "combines").exists()
-    failed = (failed_ranks, failed_one)
-    judged = Judge(ranks, one, failed, world_in_script, combines)
+        return Certificate("not judged", why, world=world, error=failed_ranks)
+    sums = [each for step in first for each in step.sums.values()]
+    if not any(bool(each.any()) for each in sums):
+        micros = max(1, first[0].backwards)
+        why = ZERO if sums else NO_GRADIENT
+        return Certificate("not judged", why, world=world, micro_batches=micros)
+    evidence = Evidence(steps, read(one), one.spread, one.path(WORLD_IN_SCRIPT).exists())
+    judgment = Judgment(evidence, failed_ranks, failed_one, ranks.path(COMBINES).exists())
     # Ranks that make the same samples may each take a part of them.
-    if _all_the_same(folder / "ranks") and not _said_of_ranks([*judged.seen(ranks, OWN).values()]):
-        judged.certificate.notes.append(SAME_SAMPLES)
-    return judged.certificate
+    of = [Recorded(**files.read(path)) for path in records]
+    alike = len(of) > 1 and bool(of[0].samples) and all(same(of[0], other) for other in of)
+    if alike and not evidence.ranks_differ(OWN):
+        judgment.certificate.notes.append(SAME_SAMPLES)
+    return judgment.certificate
 
 
-def _all_the_same(folder: Path) -> bool:
-    """Whether all ranks recorded the same samples."""
-    of = [Recorded(**files.read(path)) for path in folder.glob("samples.*.pt")]
-    return len(of) > 1 and bool(of[0].samples) and all(same(of[0], other) for other in of)
+def makes_all_passes(one: Part) -> bool:
+    """Whether one process made as many backward passes as all ranks together, as a script does that
+    divides their number by the number of ranks.
+    """
+    sides = [read(part).get((0, 0, OWN)) for part in (_ranks_of(one), one)]
+    if sides[0] is None or sides[1] is None:
+        return False
+    return sides[1].backwards == sides[0].world * sides[0].backwards > 0
 
 
-class Judge:
-    """Compares steps of the two parts; `certificate` is the result."""
+def has_nothing_of(one: Part, failed: str) -> bool:
+    """Whether one process lacks samples of the ranks, or has them with other targets or inputs, or
+    as weights.
+    """
+    if not any(one.path("").glob("step.0.*.pt")):
+        return bool(failed)
+    steps, first = read(one), read(_ranks_of(one))
+    if (0, 0, OWN) not in first or (0, 0, OWN) not in steps:
+        return False
+    evidence = Evidence(first, steps, one.spread, False)
+    if evidence.other_shapes((first, OWN), (steps, OWN)):
+        return True
+    doubts = [evidence.doubt(OWN, False, gradients=False)]
+    if one.spread:  # a batch that is made before the loop belongs to no pass
+        doubts.append(evidence.parted((first, OWN), (steps, OWN)))
+    return any(doubt is not None and doubt.of_samples for doubt in doubts)
+
+
+def _ranks_of(one: Part) -> Part:
+    return Part(one.folder, "ranks", turns=one.turns)
+
+
+class Judgment:
+    """The properties, and the first of `VERDICTS` that says something about them."""
 
     def __init__(
-        self,
-        ranks: Part,
-        one: Part,
-        failed: tuple[str, str],
-        world_in_script: bool,
-        combines: bool = False,
+        self, evidence: Evidence, failed_ranks: str, failed_one: str, combines: bool
     ) -> None:
-        self.ranks, self.one = ranks, one
-        self.failed_ranks, self.failed_one = failed
-        self.world_in_script = world_in_script
+        self.evidence = evidence
+        self.failed_ranks, self.failed_one = failed_ranks, failed_one
         self.combines = combines  # whether an optimizer's step calls a collective
-        self.own = ranks[0, 0, OWN]
-        self.world, self.micros = int(self.own["world"]), max(1, int(self.own["backwards"]))
-        self.names: dict[str, str] = {}
-        for facts in ranks.values():
-            self.names |= facts["names"] if facts["rank"] == 0 else {}
         self.later = self._of_other_parameters()
-        half = any(facts["half"] for part in (ranks, one) for facts in part.values())
-        self.base = HALF if half else TOLERANCE
-        self.noise, self.in_order = self._noise()
-        self.tolerance = max(self.base, 2 * (self.noise or 0.0))
-        self.unsteady = self._unsteady()
-        self.deaf = self._deaf()
+        self.deaf = evidence.is_deaf()
+        self.loss_is_a = evidence.loss_is_a()
+        self.gaps: dict[str, Comparison] = {}
+        self.shares: tuple[float, float] | None = None
         replicas = self._replicas()
-        if not any(one.judged and one.verdict != "equal" for one in replicas):
-            replicas += self._untrained()
-        whole, copies = self._against_one("P1", OWN), self._against_one("P3", COPIES)
-        every = [whole, self._deal(), copies, self._usual(), *replicas]
-        properties = {one.name: one for one in every if one is not None}
-        chosen, why = self._decided(properties)
-        numbers = (chosen.ratio, chosen.cosine, chosen.factor, chosen.worst, self.noise)
-        shown = [one for name, one in properties.items() if name in TITLES]
-        counts = (self.world, self.micros, shown, self._notes(properties), self.failed_ranks)
-        self.certificate = Certificate(chosen.verdict, why, *numbers, *counts)
+        if replicas is None or not replicas.judged or replicas.verdict == "equal":
+            replicas = self._untrained() or replicas
+        rows = [self._p1(), self._deal(), self._copies(), self._usual(), replicas]
+        self.table = {row.name: row for row in rows if row is not None}
+        decided = (verdict(self) for verdict in VERDICTS)
+        chosen, why = next(decision for decision in decided if decision is not None)
+        first = chosen.judged and (chosen.name == "P1" or evidence.world == 1)
+        self.certificate = Certificate(
+            chosen.verdict,
+            why,
+            chosen.ratio if first else None,
+            chosen.cosine if first else None,
+            chosen.factor if first else None,
+            chosen.worst if chosen.judged else None,
+            evidence.noise,
+            evidence.world,
+            evidence.micros,
+            [row for name, row in self.table.items() if name in TITLES],
+            self._notes(),
+            failed_ranks,
+            self._measured(chosen),
+        )
 
-    def _of_other_parameters(self) -> Mapping[str, Any] | None:
+    def _measured(self, chosen: Property) -> Measured:
+        evidence = self.evidence
+        gaps = {name: found.gap for name, found in self.gaps.items()}
+        whole = self.gaps.get("P1")
+        one = evidence.one.get((0, 0, OWN))
+        apart = [self.table[name] for name in ("start", "later") if name in self.table]
+        return Measured(
+            evidence.world,
+            evidence.micros,
+            passes_of_one=one.backwards if one else None,
+            p1=gaps.get("P1"),
+            p2=gaps.get("P2"),
+            p3=gaps.get("P3"),
+            usual=gaps.get("usual"),
+            optimizers=whole.by_optimizer(evidence.tolerance) if whole else {},
+            parameters=whole.by_parameter(evidence.tolerance) if whole else {},
+            shares=self.shares,
+            loss_is_a=self.loss_is_a,
+            diverges=any(row.verdict == "different" for row in apart),
+            leads_to=_leads_to(chosen),
+        )
+
+    def _of_other_parameters(self) -> Step | None:
         """The first step in which parameters have a gradient that have none in the plan's steps."""
         compared: set[str] = set()
-        for (_, _, kind), facts in self.ranks.items():
-            compared |= set() if kind.startswith(LATER) else facts["gradients"].keys()
+        steps = self.evidence.ranks.values()
+        for step in steps:
+            compared |= set() if step.kind.startswith(LATER) else step.sums.keys()
         others = (
-            facts
-            for (rank, _, kind), facts in self.ranks.items()
-            if rank == 0 and kind.startswith(LATER) and facts["gradients"].keys() - compared
+            step
+            for step in steps
+            if step.rank == 0 and step.kind.startswith(LATER) and step.sums.keys() - compared
         )
         return next(others, None)
 
-    def _noise(self) -> tuple[float | None, bool]:
-        """What another order of one process's samples changes; whether that is more than rounding.
-
-        None and False if the samples are not the same.
-        """
-        part, second = (self.one, DEAL) if self.world > 1 else (self.ranks, COPIES)
-        a, b = part.get((0, 0, OWN)), part.get((0, 0, second))
-        if a is None or b is None or a["backwards"] != b["backwards"] or b["unlike"]:
-            return None, False
-        if _shapes_differ(a["gradients"], b["gradients"]):
-            return None, False
-        noise = compare(a["gradients"], b["gradients"], self.names).error
-        if noise <= self.base:
-            return noise, False
-        return None, not parted(a["seen"], b["seen"])
-
-    def _unsteady(self) -> str:
-        """That the same samples give another gradient in another step, in a sentence; or empty."""
-        for part, who in ((self.ranks, "the ranks"), (self.one, "one process")):
-            own, again = self._gradients(part, OWN), self._gradients(part, AGAIN)
-            if not again or _shapes_differ(own, again):
-                continue
-            if isinstance(parted(self._all_seen(part, OWN), self._all_seen(part, AGAIN)), Unmarked):
-                continue  # they are other samples
-            error = self._compared((part, AGAIN), (part, OWN)).error
-            if error > self.base:
-                return UNSTEADY.format(who, error)
-        return ""
-
-    def _deaf(self) -> bool:
-        """Whether other samples give the ranks exactly the same gradient."""
-        own, copies = self._gradients(self.ranks, OWN), self._gradients(self.ranks, COPIES)
-        same = own.keys() == copies.keys() and not _shapes_differ(own, copies)
-        apart = parted(*(self._all_seen(self.ranks, kind) for kind in (OWN, COPIES)))
-        others = isinstance(apart, Unmarked)
-        return bool(same and others and all(torch.equal(own[key], copies[key]) for key in own))
-
-    def _scaled_by_world(self, kind: str) -> bool:
-        """Whether one process scales a loss or a gradient by a multiple of the number of ranks.
-
-        It may divide by the number of its backward passes.
-        """
-        facts = self._last(self.one, kind)
-        factors = [n for n in facts["scales"] if n and n != facts["backwards"]]
-        large = [max(abs(n), 1 / abs(n)) / self.world for n in factors if math.isfinite(n)]
-        return any(n > 0.99 and abs(n - round(n)) < 1e-6 for n in large)
-
-    def _left_out(self, kind: str, *parts: Part) -> bool:
-        """Whether an optimizer of the first step has no step of this kind."""
-        first = {optimizer for rank, optimizer, its in self.ranks if (rank, its) == (0, OWN)}
-        return any((0, optimizer, kind) not in part for part in parts for optimizer in first)
-
     # The properties. None: it has nothing to say about this script.
 
+    def _p1(self) -> Property | None:
+        return self._against_one("P1", OWN)
+
+    def _copies(self) -> Property | None:
+        return self._against_one("P3", COPIES)
+
     def _against_one(self, name: str, kind: str) -> Property | None:
-        if self.world == 1:
+        evidence = self.evidence
+        if evidence.world == 1:
             return None
-        if (0, 0, kind) not in self.one or (0, 0, kind) not in self.ranks:
-            return Property(name, "not judged", self._missing(kind))
-        if _shapes_differ(self._gradients(self.ranks, OWN), self._gradients(self.one, OWN)):
-            return Property(name, "not judged", FLAT)
-        if _shapes_differ(self._gradients(self.ranks, kind), self._gradients(self.one, kind)):
-            return Property(name, "not judged", RESHAPED)
-        if self._left_out(kind, self.ranks, self.one):
-            return Property(name, "not judged", PARTLY)
+        if problem := self._not_comparable(kind):
+            return Property(name, "not judged", problem)
+        found = evidence.compared((evidence.ranks, kind), (evidence.one, kind))
+        factor = found.kind == "scaled" and called(found.ratio, evidence.world)
+        doubt = evidence.doubt_of_deal(kind) if kind == COPIES else None
+        row = self._row(name, found, doubt or evidence.doubt(kind, bool(factor)))
+        if self.loss_is_a == "sum" and row.verdict in ("equal", "scaled"):
+            return Property(name, "not judged", self._of_a_sum(), found.ratio, found.cosine)
+        return row
+
+    def _not_comparable(self, kind: str) -> str:
+        """Why a step of the ranks cannot be laid beside one of one process; or empty."""
+        evidence = self.evidence
+        ranks, one = evidence.ranks, evidence.one
+        if evidence.uncombined:
+            return UNCOMBINED
+        if (0, 0, kind) not in one or (0, 0, kind) not in ranks:
+            return self._missing(kind)
+        if evidence.other_shapes((ranks, OWN), (one, OWN)):
+            return FLAT
+        if evidence.other_shapes((ranks, kind), (one, kind)):
+            return RESHAPED
+        if evidence.left_out(kind, ranks, one):
+            return PARTLY
         if self.deaf:
-            return Property(name, "not judged", DEAF)
-        if self.world_in_script and self._scaled_by_world(kind):
-            return Property(name, "not judged", WORLD)
-        found = self._compared((self.ranks, kind), (self.one, kind))
-        blocked = self._elsewhere(kind) if kind == COPIES else ""
-        factor = found.kind == "scaled" and called(found.ratio, self.world)
-        return self._property(name, found, blocked or self._doubt(kind, bool(factor)))
+            return DEAF
+        scaled = evidence.world_in_script and evidence.scaled_by_world(kind)
+        return WORLD if scaled else ""
 
     def _missing(self, kind: str) -> str:
         """Why a step is not there."""
-        if self.failed_ranks and (0, 0, kind) not in self.ranks:
+        if self.failed_ranks and (0, 0, kind) not in self.evidence.ranks:
             return f"The ranks failed before this step: {self.failed_ranks}."
         if not self.failed_one:
             return TOO_FEW
-        several = re.search(r"world.?size|process group|\bmesh\b", self.failed_one, re.I)
-        size = (
-            "If it expects one rank's number of samples there, take that number from the batch. "
-            f"Else: {MARK}"
-        )
-        said = f"One process with the samples of all ranks failed: {self.failed_one}."
-        return f"{said} {SEVERAL if several else size}"
+        text = f"One process with the samples of all ranks failed: {self.failed_one}."
+        if re.search(r"world.?size|process group|\bmesh\b", self.failed_one, re.I):
+            return f"{text} {SEVERAL}"
+        text += " If it expects one rank's number of samples there, take it from the batch."
+        marked = any(step.marked for step in self.evidence.ranks.values())
+        return text if marked else f"{text} Else: {MARK}"
 
     def _deal(self) -> Property | None:
-        if self.world * self.micros == 1:
+        evidence = self.evidence
+        ranks = evidence.ranks
+        if evidence.world * evidence.micros == 1:
             return None
-        if (0, 0, DEAL) not in self.ranks:
-            return Property("P2", "not judged", self._missing(DEAL))
-        if _shapes_differ(self._gradients(self.ranks, DEAL), self._gradients(self.ranks, OWN)):
-            return Property("P2", "not judged", RESHAPED)
-        if self._left_out(DEAL, self.ranks):
-            return Property("P2", "not judged", PARTLY)
-        if self.deaf:
-            return Property("P2", "not judged", DEAF)
-        return self._property(
-            "P2", self._compared((self.ranks, DEAL), (self.ranks, OWN)), self._elsewhere(DEAL)
-        )
+        problem = UNCOMBINED if evidence.uncombined else ""
+        if not problem and (0, 0, DEAL) not in ranks:
+            problem = self._missing(DEAL)
+        elif not problem and evidence.other_shapes((ranks, DEAL), (ranks, OWN)):
+            problem = RESHAPED
+        elif not problem and evidence.left_out(DEAL, ranks):
+            problem = PARTLY
+        if problem or self.deaf:
+            return Property("P2", "not judged", problem or DEAF)
+        found = evidence.compared((ranks, DEAL), (ranks, OWN))
+        return self._row("P2", found, evidence.doubt_of_deal(DEAL))
 
     def _usual(self) -> Property | None:
-        own = self.ranks.get((0, 0, USUAL), self.own)
-        if not (own["clips"] or own["batch_norm"]) or self.world == 1:
+        evidence = self.evidence
+        step = evidence.ranks.get((0, 0, USUAL), evidence.first)
+        if not (step.clips or step.batch_norm) or evidence.world == 1:
             return None
-        both = (0, 0, USUAL) in self.ranks and (0, 0, USUAL) in self.one
-        found = self._against_one("usual", USUAL) if both and not self._unlike(USUAL) else None
+        both = (0, 0, USUAL) in evidence.ranks and (0, 0, USUAL) in evidence.one
+        unlike = any(s.unlike for s in evidence.ranks.values() if s.kind == USUAL)
+        found = self._against_one("usual", USUAL) if both and not unlike else None
         norms = self._clipped_norms()
         if norms and (found is None or found.verdict != "different"):
             return Property("usual", "different", norms)
@@ -339,266 +340,156 @@ class Judge:
 
     def _clipped_norms(self) -> str:
         """If ranks clip gradients of different norms: which. Clipping need not act for that."""
-        first = self.own["norms"]
-        for (rank, optimizer, kind), facts in self.ranks.items():
-            if (optimizer, kind) != (0, OWN) or self.own["sharded"]:
+        first = self.evidence.first
+        for (rank, optimizer, kind), step in self.evidence.ranks.items():
+            if (optimizer, kind) != (0, OWN) or first.sharded:
                 continue
-            for ours, theirs in zip(first, facts["norms"], strict=False):
-                if abs(ours - theirs) > 10 * self.tolerance * abs(ours):
+            for ours, theirs in zip(first.norms, step.norms, strict=False):
+                if abs(ours - theirs) > 10 * self.evidence.tolerance * abs(ours):
                     return (
                         f"Rank 0 clips a gradient of norm {ours:.4g}, rank {rank} one of "
                         f"{theirs:.4g}: it is clipped before the ranks' gradients are combined."
                     )
         return ""
 
-    def _replicas(self) -> list[Property]:
+    def _replicas(self) -> Property | None:
         """The ranks' gradients against rank 0's: of the first step if it differs, of later ones.
 
         Of a sharded model, its first step, if what is not sharded starts alike.
         """
-        sharded = self.own["sharded"]
-        for (rank, optimizer, kind), facts in self.ranks.items():
-            ours = self.ranks.get((0, optimizer, kind))
-            if rank == 0 or ours is None:
+        sharded = self.evidence.first.sharded
+        for step in self.evidence.ranks.values():
+            ours = self.evidence.of_first(step)
+            if step.rank == 0 or ours is None:
                 continue
-            shapes = _shapes_differ(facts["gradients"], ours["gradients"])
-            alike = not _apart(facts["weights"], ours["weights"])
-            if sharded and (kind != OWN or shapes or not alike):
+            shapes = shapes_differ(step.sums, ours.sums)
+            alike = not apart(step.weights, ours.weights)
+            if sharded and (step.kind != OWN or shapes or not alike):
                 continue
-            if shapes:
-                return [Property("start", "not judged", OTHERS)]
-            if kind == OWN and not alike:
-                return [Property("start", "not judged", STARTS)]
-            since = f"At {STEP.format(facts['turn'])}, "
-            if facts["rates"] != ours["rates"]:
-                rates = f"{facts['rates'][0]:g}, rank 0 one of {ours['rates'][0]:g}."
-                why = f"{since}rank {rank} has a learning rate of {rates}"
-                return [Property("later", "different", why)]
-            if not alike:
-                return [Property("later", "different", f"{since}{WEIGHTS.format(rank)}")]
-            found = compare(facts["gradients"], ours["gradients"], self.names, self.tolerance)
-            if found.kind != "equal":
-                return [self._not_rank_0(facts, kind == OWN, found)]
-        return [] if sharded or self.world == 1 else [Property("later", "equal", TITLES["later"])]
+            if found := self._not_rank_0(step, ours, shapes, alike):
+                return found
+        if sharded or self.evidence.world == 1:
+            return None
+        return Property("later", "equal", TITLES["later"])
 
-    def _untrained(self) -> list[Property]:
-        """Whether parameters that no optimizer has start alike on the ranks, and differ later."""
-        for (rank, optimizer, kind), facts in self.ranks.items():
-            start = self.ranks.get((rank, optimizer, OWN))
-            first = self.ranks.get((0, optimizer, kind))
-            if start is None or first is None:
-                continue
-            for name, value in facts["untrained"].items():
-                now, others = {name: value}, start["untrained"]
-                alike = name in others and not _apart({name: others[name]}, self.own["untrained"])
-                if alike and _apart(now, first["untrained"]):
-                    why = UNTRAINED.format(STEP.format(facts["turn"]), rank, name)
-                    return [Property("later", "different", why)]
-        return []
-
-    def _not_rank_0(self, facts: Mapping[str, Any], first: bool, found: Comparison) -> Property:
-        since = "T" if first else f"From {STEP.format(facts['turn'])} on, t"
-        why = f"{since}he ranks apply different gradients: rank {facts['rank']}'s is not rank 0's."
+    def _not_rank_0(self, step: Step, ours: Step, shapes: bool, alike: bool) -> Property | None:
+        first = step.kind == OWN
+        if shapes:
+            return Property("start", "not judged", OTHERS)
+        if first and not alike:
+            return Property("start", "not judged", STARTS)
+        at = STEP.format(step.turn)
+        if step.rates != ours.rates:
+            rates = f"{step.rates[0]:g}, rank 0 one of {ours.rates[0]:g}."
+            why = f"At {at}, rank {step.rank} has a learning rate of {rates}"
+            return Property("later", "different", why)
+        if not alike:
+            why = f"At {at}, {WEIGHTS_DIFFER.format(step.rank)}"
+            return Property("later", "different", why)
+        found = compare(step.sums, ours.sums, self.evidence.names, self.evidence.tolerance)
+        if found.kind == "equal":
+            return None
+        since = "T" if first else f"From {at} on, t"
+        why = f"{since}he ranks apply different gradients: rank {step.rank}'s is not rank 0's."
         name = "start" if first else "later"
         return Property(name, "different", why, found.ratio, found.cosine, None, found.worst)
 
-    # How two steps are compared, and what speaks against it.
+    def _untrained(self) -> Property | None:
+        """Whether parameters that no optimizer has start alike on the ranks, and differ later."""
+        ranks, ours = self.evidence.ranks, self.evidence.first
+        for (rank, optimizer, kind), step in ranks.items():
+            start, first = ranks.get((rank, optimizer, OWN)), ranks.get((0, optimizer, kind))
+            if start is None or first is None:
+                continue
+            for name, value in step.untrained.items():
+                others = start.untrained
+                alike = name in others and not apart({name: others[name]}, ours.untrained)
+                if alike and apart({name: value}, first.untrained):
+                    why = UNTRAINED.format(STEP.format(step.turn), rank, name)
+                    return Property("later", "different", why)
+        return None
 
-    def _gradients(self, part: Part, kind: str) -> dict[str, torch.Tensor]:
-        """Of all optimizers whose step of this kind is there."""
-        return {
-            key: gradient
-            for (rank, _, its), facts in part.items()
-            if rank == 0 and its == kind
-            for key, gradient in facts["gradients"].items()
-        }
-
-    def _compared(self, first: tuple[Part, str], second: tuple[Part, str]) -> Comparison:
-        sides = [self._gradients(*first), self._gradients(*second)]
-        optimizers = set.intersection(*({key.split(".")[0] for key in side} for side in sides))
-        got, wanted = (
-            {key: g for key, g in side.items() if key.split(".")[0] in optimizers} for side in sides
-        )
-        return compare(got, wanted, self.names, self.tolerance)
-
-    def _property(self, name: str, found: Comparison, blocked: str) -> Property:
-        """A measured property. With a reason to doubt it, it is judged only if it agrees."""
-        if blocked and found.kind != "equal":
-            return Property(name, "not judged", blocked)
-        factor = called(found.ratio, self.world) if found.kind == "scaled" else None
-        numbers = (found.ratio, found.cosine, factor, found.worst)
-        return Property(name, found.kind, TITLES[name], *numbers)
-
-    def _doubt(self, kind: str, factor: bool) -> str:
-        """Why one process may not have had the ranks' samples. `factor`: they differ by W or so,
-        and by nothing else. Then other numbers that a model is given had no part in it.
+    def _row(self, name: str, found: Comparison, doubt: Doubt | None) -> Property:
+        """A measured property. If its samples are others, or may be and it does not agree, it is
+        not judged; if they may be and it agrees, that is its condition.
         """
-        facts, ranks = self._last(self.one, kind), self._last(self.ranks, kind)
-        if facts["foreign"]:
-            return FOREIGN.format(facts["foreign"][0])
-        if unjoined := facts["unjoined"] or ([] if factor else facts["numbers"]):
-            return (
-                f"What the ranks use at {unjoined[0]} cannot be joined. If it belongs to a batch: "
-                f"{MARK} If its shape differs between the ranks, take it from a DataLoader with a "
-                "collate_fn."
-            )
-        if facts["doubts"]:
-            return str(facts["doubts"][0])
-        if _far(facts["untrained"], ranks["untrained"]):
-            return FROZEN
-        if self.unsteady and not factor:
-            return self.unsteady
-        if said := self._parted((self.ranks, kind), (self.one, kind)):
-            return said
-        if facts["delivered"]:
-            return SENT.format(facts["delivered"][0])
-        seen = [self.seen(part, kind)[0] for part in (self.ranks, self.one)]
-        shared = not _said_of_ranks([*self.seen(self.ranks, OWN).values()])
-        if kind == OWN and (said := other_counts(*seen, self.world, shared)):
-            shown = "So it is not shown that both have the same samples."
-            return Unmarked(f"{said} {shown} {MARK}")
-        if (made := facts["backwards"]) != ranks["backwards"]:
-            return f"One process made {made} backward passes, a rank {ranks['backwards']}."
-        return WORLD if self.world_in_script else ""
+        if doubt is None or not (doubt.violated or found.kind != "equal"):
+            self.gaps[name] = found
+        elif doubt is not None:
+            return Property(name, "not judged", self.evidence.advised(doubt))
+        factor = called(found.ratio, self.evidence.world) if found.kind == "scaled" else None
+        numbers = (found.ratio, found.cosine, factor, found.worst)
+        condition = ""
+        if doubt is not None and not doubt.excuses:  # without advice
+            condition = f"{doubt.why.partition('. ')[0].rstrip('.')}."
+        return Property(name, found.kind, TITLES[name], *numbers, condition)
 
-    def _last(self, part: Part, kind: str) -> Mapping[str, Any]:
-        """What was known when rank 0's last optimizer took this step."""
-        return [facts for (rank, _, its), facts in part.items() if (rank, its) == (0, kind)][-1]
+    def _of_a_sum(self) -> str:
+        """What the factor depends on if one process's gradient doubles with its samples."""
+        evidence = self.evidence
+        found = evidence.compared((evidence.ranks, OWN), (evidence.one, OWN))
+        ratio, world = found.ratio, evidence.world
+        same, others = evidence.divisors()
+        step = " and step" if evidence.micros > 1 else ""
+        text = "With every sample twice, one process's gradient doubles, so the loss is a sum"
+        if same:
+            places = " and ".join(f"{divisor:g} at {line}" for line, divisor in same.items())
+            text = f"{text}, divided by {places}: a constant, whose meaning decides. The factor is "
+            text += f"{_fraction(ratio * world)} if it is the number of samples per rank{step}, "
+            text += f"{_fraction(ratio)} if it is that of all ranks"
+        elif listed := [other for other in others if other[2] != 1]:
+            line, of_rank, of_one = listed[0]
+            text += f", divided at {line} by {of_rank:g} on a rank and by {of_one:g} in one process"
+            text += f". The factor is {_fraction(ratio)} if {of_one:g} is right for one process "
+            text += "with all samples"
+        else:
+            text += ", and nothing divides it. The factor is "
+            text += f"{_fraction(ratio)} if the sum over all ranks' samples is meant, "
+            text += f"{_fraction(ratio * world)} if the mean of the ranks' sums is"
+        return f"{text}.{self._rows()}"
 
-    def _parted(self, first: tuple[Part, str], second: tuple[Part, str]) -> str:
-        """Where the samples of two steps are not the same. Ranks that all see the same are one."""
-        ranks, others = ([*self.seen(*step).values()] for step in (first, second))
-        every, theirs = (self._all_seen(*step) for step in (first, second))
-        apart = _said_of_ranks(ranks)
-        if first[1] == COPIES and apart:
-            return apart
-        if first[1] == DEAL and apart and not _said_of_ranks(others):
-            return ONE_BATCH
-        return parted(every if apart else ranks[0], theirs) and parted(every, theirs)
+    def _rows(self) -> str:
+        """How many rows the losses have, or else the model gets; empty if neither is seen."""
+        seen = self.evidence.seen(self.evidence.ranks, OWN)
+        for what, field, who in (
+            (LOSS, "out", "the losses have"),
+            (MODEL, "rows", "the model gets"),
+        ):
+            notes = {rank: [n for n in each if n["what"] == what] for rank, each in seen.items()}
+            keys = {rank: each[0]["key"] for rank, each in notes.items() if each}
+            if len(keys) == len(seen):
+                rows = {
+                    rank: sum(len(n[field]) for n in each if what == LOSS or n["key"] == keys[rank])
+                    for rank, each in notes.items()
+                }
+                return (
+                    f" In this step, {who} {rows[0]} rows on rank 0, {sum(rows.values())} in all."
+                )
+        return ""
 
-    def seen(self, part: Part, kind: str) -> dict[int, list[Seen]]:
-        """What each rank saw in a step, until each optimizer's turn."""
-        found: dict[int, list[Seen]] = {}
-        for (rank, _, its), facts in part.items():
-            if its == kind:
-                found.setdefault(rank, []).extend(facts["seen"])
-        return found
+    # The verdicts, in the order of `VERDICTS`. None: another one decides.
 
-    def _all_seen(self, part: Part, kind: str) -> list[Seen]:
-        """What all ranks saw in a step."""
-        return [one for rank in self.seen(part, kind).values() for one in rank]
-
-    def _elsewhere(self, kind: str) -> str:
-        facts, own = self._last(self.ranks, kind), self._last(self.ranks, OWN)
-        if self._unlike(kind) or facts["backwards"] != own["backwards"]:
-            return ELSEWHERE
-        if kind != DEAL:
-            return ""
-        if self.unsteady:
-            return self.unsteady
-        every = [f["weights"] for (_, at, its), f in self.ranks.items() if (at, its) == (0, OWN)]
-        if any(_apart(weights, self.own["weights"]) for weights in every):
-            return OTHERS
-        one = self._last(self.one, OWN) if (0, 0, OWN) in self.one else facts
-        if any(f["unjoined"] or f["numbers"] for f in (facts, one)):  # perhaps it was not dealt
-            return ELSEWHERE
-        if one["doubts"]:
-            return str(one["doubts"][0])
-        if facts["delivered"]:
-            return SENT.format(facts["delivered"][0])
-        if self.in_order:
-            return IN_ORDER
-        if not same_totals(*(self.seen(self.ranks, its)[0] for its in (DEAL, OWN))):
-            return ELSEWHERE
-        return self._parted((self.ranks, DEAL), (self.ranks, OWN))
-
-    def _unlike(self, kind: str) -> bool:
-        """Whether an optimizer's step used other places than its first one, on any rank."""
-        return any(facts["unlike"] for (_, _, its), facts in self.ranks.items() if its == kind)
-
-    # The verdict.
-
-    def _decided(self, of: dict[str, Property]) -> tuple[Property, str]:
-        """The property that decides, and why."""
-        p1, p2, p3 = (of.get(name) for name in ("P1", "P2", "P3"))
-        start, later, usual = (of.get(name) for name in ("start", "later", "usual"))
-        if start is not None:
-            return self._apart_at_start(of, start)
-        if p1 is None:
-            return self._without_ranks(p2)
-        if not p1.judged:
-            return self._without_one(p1, [p3, p2, later])
-        if p1.verdict == "scaled":
-            return (
-                p1,
-                f"The gradient is {_times(p1)} times that of one process with the same samples.",
-            )
-        if p1.verdict == "different":
-            return self._different(p1, p3)
-        if p2 is not None and p2.judged and p2.verdict != "equal":
-            return p2, "The gradient depends on which rank or micro-batch gets which sample."
-        if later is not None and later.verdict != "equal":
-            first = "The first step's gradient is that of one process."
-            return later, f"{first} {later.why}{self._averaged()}"
-        if self.in_order and not (p2 is not None and p2.verdict == "equal"):
-            return Property("P1", "not judged", NO_REFERENCE), NO_REFERENCE
-        dealt = p2 is not None and (0, 0, DEAL) in self.ranks
-        if self.micros > 1 and dealt and not of["P2"].judged and of["P2"].why != ELSEWHERE:
-            why = f"{SAME_MICRO_BATCHES} {of['P2'].why}"
-            return Property("P1", "not judged", why), why
-        if self.later and (0, 0, COPIES) not in self.ranks:
-            return Property("P1", "not judged", NO_SECOND), NO_SECOND
-        if usual is not None and usual.verdict in ("scaled", "different"):
-            return self._as_it_is(p1, usual)
-        many = f", in {self.micros} backward passes too," if self.micros > 1 else ""
-        said = f"One process with all samples of the first step{many} computes the same gradient."
-        return p1, said
-
-    def _apart_at_start(self, of: dict[str, Property], start: Property) -> tuple[Property, str]:
-        """The verdict on ranks that start apart, or get other gradients in the first step."""
+    def not_combined_at_start(self) -> Decision | None:
+        """Ranks that start apart, or get other gradients in the first step."""
+        start = self.table.get("start")
+        if start is None:
+            return None
         if start.judged and self._stays_equal():
-            for name in of.keys() & {"P1", "P2", "P3"}:
-                of[name] = Property(name, "not judged", "The gradient is combined later.")
+            for name in self.table.keys() & {"P1", "P2", "P3"}:
+                self.table[name] = Property(name, "not judged", "The gradient is combined later.")
             return Property("start", "not judged", COMBINED_LATER), COMBINED_LATER
         if start.judged and self.failed_ranks:
             why = f"{start.why} Whether they are combined later is not known: {self.failed_ranks}."
             return Property("start", "not judged", why), why
-        watched = max(facts["turn"] for facts in self.ranks.values()) + 1
-        said = self._averaged() or IF_AVERAGED.format(watched)
-        return start, start.why + (said if start.judged else "")
+        watched = max(step.turn for step in self.evidence.ranks.values()) + 1
+        averaged = self._averaged() or IF_AVERAGED.format(watched)
+        return start, start.why + (averaged if start.judged else "")
 
-    def _stays_equal(self) -> bool:
-        """Whether each optimizer that gets another gradient on each rank has the same weights on
-        all at every later step, which was seen or is what a step that calls collectives is for.
-        """
-        equal: dict[int, list[bool]] = {}
-        for (rank, optimizer, kind), facts in self.ranks.items():
-            ours = self.ranks.get((0, optimizer, kind))
-            if rank and ours and kind.startswith(LATER):
-                same_weights = not _apart(facts["weights"], ours["weights"])
-                equal.setdefault(optimizer, []).append(same_weights)
-            elif rank and ours and kind == OWN:
-                both = facts["gradients"], ours["gradients"]
-                if compare(*both, self.names, self.tolerance).kind != "equal":
-                    equal.setdefault(optimizer, [])
-        return all(all(each) and (self.combines or len(each) > 1) for each in equal.values())
-
-    def _averaged(self) -> str:
-        """Whether ranks that had different parameters get equal ones at a later step."""
-        same: dict[str, bool] = {}
-        for (_, optimizer, kind), facts in self.ranks.items():
-            if optimizer == 0:
-                ours = self.ranks.get((0, 0, kind), facts)
-                equal = not _apart(facts["weights"], ours["weights"])
-                same[kind] = same.get(kind, True) and equal
-        each = list(same.values())
-        again = [n for n in range(1, len(each)) if each[n] and not each[n - 1]]
-        if not again:
-            return ""
-        every = f"every {again[1] - again[0]} steps" if len(again) > 1 else "later"
-        return f" The parameters are averaged {every}: local SGD, different by design."
-
-    def _without_ranks(self, p2: Property | None) -> tuple[Property, str]:
+    def without_ranks(self) -> Decision | None:
+        """One process: only P2 can say something."""
+        if "P1" in self.table:
+            return None
+        p2 = self.table.get("P2")
         if p2 is None:
             return Property("P1", "not judged", ALONE), ALONE
         if not p2.judged:
@@ -606,13 +497,26 @@ class Judge:
         depends = "does not depend" if p2.verdict == "equal" else "depends"
         return p2, f"The gradient {depends} on which micro-batch gets which sample."
 
-    def _without_one(self, p1: Property, others: list[Property | None]) -> tuple[Property, str]:
-        for one in others:
-            if one is not None and one.verdict in ("scaled", "different"):
-                return one, f"{_sentence(one)} {p1.why}"
+    def without_p1(self) -> Decision | None:
+        """Another property that is not equal decides, or none."""
+        p1 = self.table["P1"]
+        if p1.judged:
+            return None
+        for row in map(self.table.get, ("P3", "P2", "later")):
+            if row is not None and row.verdict in ("scaled", "different"):
+                return row, f"{_sentence(row)} {p1.why}"
         return p1, p1.why
 
-    def _different(self, p1: Property, p3: Property | None) -> tuple[Property, str]:
+    def scaled(self) -> Decision | None:
+        p1 = self.table["P1"]
+        if p1.verdict != "scaled":
+            return None
+        return p1, f"The gradient is {_times(p1)} times that of one process with the same samples."
+
+    def different(self) -> Decision | None:
+        p1, p3, evidence = self.table["P1"], self.table.get("P3"), self.evidence
+        if p1.verdict != "different":
+            return None
         if p3 is not None and p3.verdict == "scaled":
             return p1, (
                 "One process with the same samples computes another gradient. Copies of one batch "
@@ -621,104 +525,184 @@ class Judge:
             )
         if p3 is None or p3.verdict != "equal":
             return p1, "One process with the same samples computes another gradient."
-        union, first = self._gradients(self.one, OWN), self._gradients(self.one, COPIES)
-        found = shares(union, self._gradients(self.ranks, OWN), first) if self.world == 2 else None
-        if found is None:
+        if evidence.world == 2:
+            sides = ((evidence.one, OWN), (evidence.ranks, OWN), (evidence.one, COPIES))
+            self.shares = shares(*(evidence.gradients(*side) for side in sides))
+        if self.shares is None:
             return p1, COUPLED
         return p1, (
-            f"One process weighs the samples of rank 0 and rank 1 {found[0]:.3f} : {found[1]:.3f}, "
-            "the ranks weigh them 0.5 : 0.5. This fits ranks that divide by their own counts."
+            f"One process weighs the samples of rank 0 and rank 1 {self.shares[0]:.3f} : "
+            f"{self.shares[1]:.3f}, the ranks weigh them 0.5 : 0.5. This fits ranks that divide by "
+            "their own counts."
         )
 
-    def _as_it_is(self, p1: Property, usual: Property) -> tuple[Property, str]:
+    def depends_on_deal(self) -> Decision | None:
+        p2 = self.table.get("P2")
+        if p2 is None or p2.verdict not in ("scaled", "different"):
+            return None
+        return p2, "The gradient depends on which rank or micro-batch gets which sample."
+
+    def diverges_later(self) -> Decision | None:
+        later = self.table.get("later")
+        if later is None or later.verdict == "equal":
+            return None
+        first = "The first step's gradient is that of one process."
+        return later, f"{first} {later.why}{self._averaged()}"
+
+    def without_reference(self) -> Decision | None:
+        """One process does not agree with itself, or shows less than all."""
+        p2, evidence = self.table.get("P2"), self.evidence
+        if evidence.in_order and not (p2 is not None and p2.verdict == "equal"):
+            return Property("P1", "not judged", NO_REFERENCE), NO_REFERENCE
+        dealt = p2 is not None and not p2.judged and (0, 0, DEAL) in evidence.ranks
+        if evidence.micros > 1 and p2 is not None and dealt and p2.why != ELSEWHERE:
+            why = f"{SAME_MICRO_BATCHES} {p2.why}"
+            return Property("P1", "not judged", why), why
+        if self.later and (0, 0, COPIES) not in evidence.ranks:
+            return Property("P1", "not judged", NO_SECOND), NO_SECOND
+        return None
+
+    def differs_as_it_is(self) -> Decision | None:
+        """With the script's own clipping and batch statistics."""
+        p1, usual = self.table["P1"], self.table.get("usual")
+        if usual is None or usual.verdict not in ("scaled", "different"):
+            return None
         if usual.ratio is None:
             return usual, usual.why
         measured = f"(ratio {usual.ratio:.4f}, cosine {usual.cosine:.4f})"
-        if self.own["batch_norm"]:
+        if self.evidence.first.batch_norm:
             return p1, (
                 "One process with all samples computes the same gradient, but for BatchNorm's "
                 f"statistics, which each rank takes of its own samples {measured}: by design."
             )
         return usual, f"The gradients agree until they are clipped, and then differ {measured}."
 
-    def _notes(self, of: dict[str, Property]) -> list[str]:
+    def equal(self) -> Decision:
+        p1, evidence = self.table["P1"], self.evidence
+        many = f", in {evidence.micros} backward passes too," if evidence.micros > 1 else ""
+        if evidence.passes > 1:
+            many = f", in all their {evidence.passes * evidence.micros} backward passes,"
+        text = f"One process with all samples of the first step{many} computes the same gradient"
+        if p1.condition:
+            text += f", if it had the same samples, which is not shown: {p1.condition}"
+        return p1, text if p1.condition else f"{text}."
+
+    # What verdicts and notes say.
+
+    def _stays_equal(self) -> bool:
+        """Whether each optimizer that gets another gradient on each rank has the same weights on
+        all at every later step, which was seen or is what a step that calls collectives is for.
+        """
+        equal: dict[int, list[bool]] = {}
+        for step in self.evidence.ranks.values():
+            ours = self.evidence.of_first(step)
+            if step.rank and ours and step.kind.startswith(LATER):
+                same_weights = not apart(step.weights, ours.weights)
+                equal.setdefault(step.optimizer, []).append(same_weights)
+            elif step.rank and ours and step.kind == OWN:
+                both = step.sums, ours.sums
+                if compare(*both, self.evidence.names, self.evidence.tolerance).kind != "equal":
+                    equal.setdefault(step.optimizer, [])
+        return all(all(each) and (self.combines or len(each) > 1) for each in equal.values())
+
+    def _averaged(self) -> str:
+        """Whether ranks that had different parameters get equal ones at a later step."""
+        alike: dict[str, bool] = {}
+        for step in self.evidence.ranks.values():
+            ours = self.evidence.of_first(step)
+            if step.optimizer == 0:
+                equal = ours is None or not apart(step.weights, ours.weights)
+                alike[step.kind] = alike.get(step.kind, True) and equal
+        each = list(alike.values())
+        again = [n for n in range(1, len(each)) if each[n] and not each[n - 1]]
+        if not again:
+            return ""
+        every = f"every {again[1] - again[0]} steps" if len(again) > 1 else "later"
+        return f" The parameters are averaged {every}: local SGD, different by design."
+
+    def _notes(self) -> list[str]:
+        evidence, first = self.evidence, self.evidence.first
+        p1, p3 = self.table.get("P1"), self.table.get("P3")
         notes = [OFF]
-        if self.own["filled"]:
+        if p1 and p1.verdict in ("equal", "scaled") and not evidence.of_rank_0(evidence.one, TWICE):
+            notes.append(NOT_TWICE)
+        if first.filled:
             notes.append(FILLED)
-        silent = self._silent()
-        if silent:
+        if silent := self._silent():
             shown = f"{', '.join(silent[:3])}{', …' * (len(silent) > 3)}"
             notes.append(
-                f"{len(silent)} of {len(self.names)} parameters had no gradient in the measured "
-                f"step, so nothing is said of them: {shown}."
+                f"{len(silent)} of {len(evidence.names)} parameters had no gradient in the "
+                f"measured step, so nothing is said of them: {shown}."
             )
-        numbers = other_numbers(self.own["seen"], self.one.get((0, 0, OWN), {}).get("seen", []))
-        if numbers and "P1" in of and of["P1"].verdict in ("scaled", "different"):
+        of_one = evidence.one.get((0, 0, OWN))
+        numbers = other_numbers(first.seen, of_one.seen if of_one else [])
+        if numbers and p1 and p1.verdict in ("scaled", "different"):
             notes.append(numbers)
-        if "P3" in of and of["P1"].verdict == "equal" and of["P3"].verdict == "scaled":
-            notes.append(f"P3 is {_times(of['P3'])}: the loss grows with the number of samples.")
+        if p1 and p3 and p1.verdict == "equal" and p3.verdict == "scaled":
+            notes.append(f"P3 is {_times(p3)}: the loss grows with the number of samples.")
         if self.failed_ranks:
             notes.append(f"The ranks failed: {self.failed_ranks}. What followed is not compared.")
-        if self.micros > 1:
+        if evidence.micros > 1 and evidence.passes == 1:
             notes.append(K_NOT_MEASURED)
-        if not any(facts["cleared"] for facts in self.ranks.values()):
+        if not any(step.cleared for step in evidence.ranks.values()):
             notes.append(NEVER_CLEARED)
-        if self.own["replaced"]:
-            notes.append(f"--cpu replaced: {', '.join(self.own['replaced'])}.")
-        if self.own["batch_norm"]:
+        if first.replaced:
+            notes.append(f"--cpu replaced: {', '.join(first.replaced)}.")
+        if first.batch_norm:
             notes.append("In training, each rank's BatchNorm uses its own samples.")
-        if self.later and "later" in of:
+        if self.later and "later" in self.table:
             notes.append(
-                f"From {STEP.format(self.later['turn'])} on, other parameters have gradients. "
+                f"From {STEP.format(self.later.turn)} on, other parameters have gradients. "
                 "There, the ranks were compared with one another only, not with one process."
             )
         return notes
 
     def _silent(self) -> list[str]:
         """The parameters whose gradient is zero, or missing, wherever it would be compared."""
-        sides = (self._gradients(part, OWN) for part in (self.ranks, self.one))
-        heard = {key for side in sides for key, gradient in side.items() if bool(gradient.any())}
-        return [name for key, name in self.names.items() if key not in heard]
+        evidence = self.evidence
+        steps = [
+            s for part in (evidence.ranks, evidence.one) for s in evidence.of_rank_0(part, OWN)
+        ]
+        heard = {key for step in steps for key, sums in step.sums.items() if bool(sums.any())}
+        return [name for key, name in evidence.names.items() if key not in heard]
 
 
-def _said_of_ranks(ranks: list[list[Seen]]) -> str:
-    """Where the samples of a rank and of rank 0 are not the same, in a sentence; or empty."""
-    return next((said for rank in ranks[1:] if (said := parted(rank, ranks[0]))), "")
+VERDICTS: tuple[Callable[[Judgment], Decision | None], ...] = (
+    Judgment.not_combined_at_start,
+    Judgment.without_ranks,
+    Judgment.without_p1,
+    Judgment.scaled,
+    Judgment.different,
+    Judgment.depends_on_deal,
+    Judgment.diverges_later,
+    Judgment.without_reference,
+    Judgment.differs_as_it_is,
+    Judgment.equal,
+)
 
 
-def _shapes_differ(ours: Gradients, others: Gradients) -> bool:
-    return any(ours[key].shape != others[key].shape for key in ours.keys() & others.keys())
+def _leads_to(chosen: Property) -> LeadsTo:
+    if chosen.verdict == "equal":
+        return "conditional" if chosen.condition else "equal"
+    return "found" if chosen.judged else "not judged"
 
 
-def _apart(ours: Gradients, theirs: Gradients) -> bool:
-    """Whether a weight differs by more than rounding."""
-    return any(
-        ours[key].shape != theirs[key].shape
-        or float((ours[key] - theirs[key]).norm())
-        > ROUNDING * torch.finfo(ours[key].dtype).eps * float(ours[key].norm())
-        for key in ours.keys() & theirs.keys()
-    )
+def _fraction(ratio: float) -> str:
+    """A factor as a reader would write it."""
+    near = Fraction(ratio).limit_denominator(256)
+    return str(near) if near and abs(ratio / float(near) - 1) < 1e-3 else f"{ratio:.4g}"
 
 
-def _far(ours: Gradients, theirs: Gradients) -> bool:
-    """Whether values differ by more than what updates with rounded gradients make of them."""
-    return any(
-        ours[key].shape == theirs[key].shape
-        and float((ours[key] - theirs[key]).norm()) > 0.01 * float(ours[key].norm())
-        for key in ours.keys() & theirs.keys()
-    )
+def _times(row: Property) -> str:
+    return f"{row.factor} = {row.ratio:.4g}" if row.factor else f"{row.ratio:.4g}"
 
 
-def _times(one: Property) -> str:
-    return f"{one.factor} = {one.ratio:.4g}" if one.factor else f"{one.ratio:.4g}"
-
-
-def _sentence(one: Property) -> str:
-    if one.ratio is None:
-        return one.why
-    numbers = f"ratio {one.ratio:.4f}, cosine {one.cosine:.4f}"
-    if one.name == "P3":
+def _sentence(row: Property) -> str:
+    if row.ratio is None:
+        return row.why
+    numbers = f"ratio {row.ratio:.4f}, cosine {row.cosine:.4f}"
+    if row.name == "P3":
         return f"Copies of one batch do not give that batch's gradient ({numbers})."
-    if one.name == "P2":
+    if row.name == "P2":
         return f"Another deal of the same samples gives another gradient ({numbers})."
-    return one.why
+    return row.why

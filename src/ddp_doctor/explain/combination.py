@@ -1,7 +1,7 @@
-"""How the ranks' gradients became one: α, measured.
+"""P0: what the optimizer got, as a multiple of the sum of what the ranks' backwards computed.
 
-Gradients after synchronization are divided by the sum of the local gradients that hooks saw, over
-all parameters. No trust in the wrapper's class is needed.
+The factor α is measured: gradients at the update are divided by the sum of the local gradients that
+hooks saw, over all parameters. No trust in the wrapper's class is needed.
 """
 
 import math
@@ -13,69 +13,88 @@ from ddp_doctor.facts.merged import Run, Window
 from ddp_doctor.facts.types import Groups, WindowFact, no_snapshot
 
 Kind = Literal[
-    "averaged", "summed", "scaled", "not combined", "in groups", "apart", "unknown", "alone"
-]
+    "averaged", "summed", "scaled", "not combined", "in groups", "in backward", "apart", "unknown",
+    "alone",
+]  # fmt: skip
+FITS = 0.05  # of the gradients' length, that a factor may leave unexplained
 
 
 @dataclass(frozen=True)
 class Combination:
-    """How the ranks' gradients became one. `factor` is α; None where it could not be measured."""
+    """How the ranks' gradients became one. `factor` is α; None where it could not be measured.
+
+    `place`: of the script's own all-reduce, if its backward has combined the ranks.
+    """
 
     kind: Kind
     factor: float | None
     residual: float = 0.0  # the part of the gradients that no factor explains
-
-    @property
-    def local(self) -> bool:
-        """Whether ranks apply different gradients: nothing makes one of them all."""
-        return self.kind in ("not combined", "in groups")
+    place: str = ""
 
 
-def combination(window: Window, clipped: bool = False, run: Run | None = None) -> Combination:
+def combination(window: Window, run: Run, clipped: bool = False) -> Combination:
     """Measure α from the gradients of one window.
 
     `clipped`: the script itself rescales gradients, by another factor in each step. That factor is
-    then left out of α. `run` knows which ranks belong together. α refers to the sum over all ranks.
+    then left out of α. Gradients that differ between the ranks are left out, unless all do.
     """
     parts = any(len(each) > 1 for each in window.copies.values())
-    if run is not None and run.in_groups and (parts or window.differing_gradients):
+    if run.in_groups and (parts or window.differing_gradients):
         return Combination("in groups", None)
-    if window.world > 1 and window.differing_gradients:
+    if window.world > 1 and not _names(window) - set(window.differing_gradients):
         return Combination("not combined", None)
-    own = of_own_reductions(window)
-    if own is not None:
-        return own
+    if place := combined_in_backward(window, run):
+        return Combination("in backward", None, place=place)
+    if (handed := _of_own_reductions(window)) is not None:
+        return handed
     if window.sharded and not all(fact["dtensors"] for _, fact in window):
         return Combination("unknown", None)  # flat pieces, whose local gradients were not seen
     # Hooks saw gradients that still had the loss scale; the snapshot may be of unscaled ones.
     unscaled = next((s.get("unscaled") for s in window.snapshots().values()), None)
     rescale = 1 / unscaled if unscaled else rescaled(window) if clipped else 1.0
-    pairs = _pairs(window, rescale, run.readers if run is not None else [])
-    factor, residual = measured(pairs)
+    pairs = _pairs(window, rescale, run.readers)
+    factor, residual = _measured(pairs)
     if window.world == 1:
         several = len(pairs) > 1
         return Combination("alone", factor if factor and factor > 0 and several else 1.0, residual)
-    if run is not None and not _pairs_of_pieces(window, rescale):
-        if factor is not None and run.models_differ and not _whole(window):
-            factor = _of_parts(window, run, factor)
+    if not _pairs_of_pieces(window, rescale):
+        factor = _of_parts(window, run, factor)
         if factor is None:
             factor = _by_fsdp(window, len(run.readers))
             factor = factor if factor is None or clipped else factor * rescaled(window)
     if factor is None:
         return Combination("unknown", None, 0.0 if _added_up(window) else residual)
-    if run is not None and run.apart:
-        return Combination("apart", factor, residual)
-    return _named(window, factor, residual)
+    return Combination("apart", factor, residual) if run.apart else _named(window, factor, residual)
 
 
-def of_own_reductions(window: Window) -> Combination | None:
+def combined_in_backward(window: Window, run: Run) -> str:
+    """Where a backward of the script's own reduces gradients, if all ranks' are equal after it.
+
+    What each rank computed before is not seen. Empty where ranks share their data.
+    """
+    calls = [
+        call
+        for _, fact in window
+        for call in fact["collectives"]
+        if call["in_backward"] and call["through_autograd"] and "reduce" in call["op"]
+    ]
+    if not calls or len(run.readers) < run.world:
+        return ""
+    local = [snapshot["local"] for snapshot in window.snapshots().values()]
+    equal = any(
+        value and all(other.get(name) == value for other in local)
+        for name, value in local[0].items()
+    )
+    return calls[0]["place"] if equal and not run.wrappers else ""
+
+
+def _of_own_reductions(window: Window) -> Combination | None:
     """α where optimizers step pieces of what the script's own reductions have returned.
 
     What every rank sent is compared with what its backwards computed, and all that came back with
     the sum of that. None where it was not seen, or where the optimizer's gradients are others.
     """
-    handed = [fact.get("handed") for _, fact in window]
-    known = [factor for factor in handed if factor]
+    known = [factor for _, fact in window if (factor := fact.get("handed"))]
     if len(known) < window.world or not alike(known):
         return None
     factor, residual = through_reductions(window)
@@ -95,8 +114,9 @@ def through_reductions(window: Window) -> tuple[float | None, float]:
     returned, and what it leaves unexplained. None and 0 where that was not seen.
     """
     reduced = [fact.get("reduced", {}) for _, fact in window]
-    names = set.intersection(*map(set, reduced)) if reduced else set()
-    if not names or any(set(one) != names for one in reduced) or _unread(window):
+    names = set(reduced[0]).intersection(*reduced) if reduced else set()
+    unread = any("unread" in fact for _, fact in window)
+    if not names or unread or any(set(one) != names for one in reduced):
         return None, 0.0
     pairs = []
     for name in sorted(names):
@@ -105,9 +125,8 @@ def through_reductions(window: Window) -> tuple[float | None, float]:
         local = [one["local"] for one in facts if one["local"] is not None]
         if not got or len(local) < len(facts):
             return None, 0.0
-        whole = sum(got) if facts[0]["pieces"] > 1 else got[0]
-        pairs.append((whole, sum(local)))
-    return measured(pairs)
+        pairs.append((sum(got) if facts[0]["pieces"] > 1 else got[0], sum(local)))
+    return _measured(pairs)
 
 
 def _added_up(window: Window) -> bool:
@@ -116,11 +135,7 @@ def _added_up(window: Window) -> bool:
     return any(one["times"] > 1 and one["whole"] for one in reduced)
 
 
-def _unread(window: Window) -> bool:
-    return any("unread" in fact for _, fact in window)
-
-
-def measured(pairs: list[tuple[float, float]]) -> tuple[float | None, float]:
+def _measured(pairs: list[tuple[float, float]]) -> tuple[float | None, float]:
     """The factor between sums of local gradients and final ones, and what it leaves unexplained.
 
     None if no factor explains them.
@@ -132,7 +147,7 @@ def measured(pairs: list[tuple[float, float]]) -> tuple[float | None, float]:
         return None, 0.0
     factor = product / square
     residual = math.sqrt(max(0.0, final_square - product * factor) / final_square)
-    return (factor if residual <= 0.05 else None), residual
+    return (factor if residual <= FITS else None), residual
 
 
 def _pairs(window: Window, rescale: float, readers: Groups) -> list[tuple[float, float]]:
@@ -144,10 +159,15 @@ def _pairs(window: Window, rescale: float, readers: Groups) -> list[tuple[float,
     """
     if pieces := _pairs_of_pieces(window, rescale):
         return pieces
-    whole = {name for name in _whole(window) if computed_alike(window, name, readers)}
+    names = _names(window) - set(window.differing_gradients)
+    whole = {
+        name
+        for name in names
+        if len(window.groups(name)) == 1 and computed_alike(window, name, readers)
+    }
     return [
         (final / rescale, local)
-        for name in sorted(whole or _names(window))
+        for name in sorted(whole or names)
         for group in window.groups(name)
         for final, local in local_and_final(window, name, group)
     ]
@@ -179,27 +199,22 @@ def _names(window: Window) -> set[str]:
     return {name for each in window.snapshots().values() for name in each["grads"]}
 
 
-def _whole(window: Window) -> set[str]:
-    """The parameters with a gradient that every rank has a copy of."""
-    return {name for name in _names(window) if len(window.groups(name)) == 1}
-
-
 def local_and_final(window: Window, name: str, group: list[int]) -> list[tuple[float, float]]:
     """The final gradient of a group's copies, and the sum of their local ones; empty if unknown."""
     snapshots = [window.snapshots().get(rank, no_snapshot()) for rank in group]
     final = snapshots[0]["grads"].get(name)
-    local = [s["local"].get(name) for s in snapshots]
-    seen = [part for part in local if part is not None]
+    seen = [part for s in snapshots if (part := s["local"].get(name)) is not None]
     return [(final, sum(seen))] if final is not None and seen else []
 
 
-def _of_parts(window: Window, run: Run, factor: float) -> float | None:
+def _of_parts(window: Window, run: Run, factor: float | None) -> float | None:
     """α where ranks hold different parameters, from the factor of their gradients.
 
     If ranks share their data, a DTensor's local gradient contains the loss terms of one rank. For
     other shards it is unknown whose terms it contains: None.
     """
-    if len(run.readers) == run.world:
+    replicas = not run.models_differ or any(len(window.groups(n)) == 1 for n in _names(window))
+    if factor is None or replicas or len(run.readers) == run.world:
         return factor
     kept = all(fact["dtensors"] for _, fact in window)
     return factor * len(run.readers) / run.world if kept else None

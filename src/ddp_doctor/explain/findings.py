@@ -2,16 +2,17 @@
 
 An error or a warning is *measured*: replicas differ, an optimizer gets another gradient than the
 average of what the ranks computed, data or learning rates differ, a rank waits. What is only
-*recognized*, as a factor in the source, is a hint, however likely: no exit code depends on it.
+*recognized*, as a factor in the source, is a hint, and predicts what a certificate would measure.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 Severity = Literal["error", "warning", "hint", "note"]
 ORDER: dict[str, int] = {"error": 0, "warning": 1, "hint": 2, "note": 3}
 
-# Pages, as files in the project's folder.
+# Pages, as files in the project's folder, with the label of a section.
 MULTIPLY = "book/start/when_to_multiply.ipynb"
 ACCUMULATE = "book/puzzles/accumulate_vs_ddp.ipynb"
 BYPASSED = "book/puzzles/bypassed_wrapper.ipynb"
@@ -23,7 +24,6 @@ WRAPPER = "book/surprises/in_the_wrapper.ipynb"
 DATA = "book/surprises/in_the_data.ipynb"
 LOSS = "book/surprises/in_the_loss.ipynb"
 FAILS = "book/scale/when_a_node_fails.ipynb"
-SYMPTOMS = "book/reference/symptoms.md"
 PIECES = "book/scale/in_pieces.ipynb"
 GROUPS = "book/scale/over_which_group.ipynb"
 REPORTS = "book/reference/reports.md"
@@ -32,41 +32,40 @@ REPORTS = "book/reference/reports.md"
 CATALOG: dict[str, tuple[Severity, str, str]] = {
     "wrapper_bypassed": ("error", "The forward bypasses the wrapper", BYPASSED),
     "two_backwards": ("error", "Two backwards run through one forward", WRAPPER),
-    "wrapper_lost": ("error", "No wrapper combines the gradients", BYPASSED),
+    "wrapper_lost": ("error", "The ranks' gradients are not combined", BYPASSED),
     "model_changed_after_wrapping": ("error", "The model changed after it was wrapped", BYPASSED),
     "optimizer_on_other_parameters": ("error", "The optimizer holds other parameters", REPORTS),
     "optimizer_in_backward": ("error", "The optimizer steps before the average", STEP),
     "parameters_averaged": ("warning", "Parameters are averaged instead of gradients", STEP),
     "world_size_one": ("error", "The run is not distributed", ACCUMULATE),
-    "unequal_denominators": ("hint", "Items weigh differently on different ranks", MEANS),
+    "unequal_denominators": ("hint", "Ranks take means over different numbers of items", MEANS),
     "unequal_denominators_accumulation": (
         "hint",
-        "Items weigh differently in different micro-batches",
+        "Micro-batches take means over different numbers of items",
         MEANS,
     ),
     "missing_world_size_factor": ("hint", "The loss lacks a factor of the world size", MULTIPLY),
-    "scaled_by_world_size": ("hint", "The loss carries a factor of the world size", MULTIPLY),
+    "scaled_by_world_size": ("hint", "A factor of the world size is applied twice", MULTIPLY),
     "loss_reduced_before_backward": ("hint", "The loss is all-reduced before backward", LOSS),
     "loss_not_divided_by_accumulation": (
         "hint",
-        "The loss is not divided by the accumulation steps",
+        "The means of the micro-batches are added",
         ACCUMULATE,
     ),
     "loss_divided_twice": ("hint", "The loss is divided by the accumulation steps twice", STEP),
     "partial_window_divided_by_k": (
         "hint",
-        "A partial accumulation window is divided by the full length",
+        "A step with fewer micro-batches is divided by the usual number",
         MEANS,
     ),
     "micro_batches_discarded": ("error", "zero_grad discards micro-batches", STEP),
     "gradients_not_cleared": ("error", "Gradients of earlier steps are added", STEP),
     "local_negatives": ("hint", "Each rank contrasts only its own samples", LOSS),
     "gather_without_gradient": ("hint", "The gathered features carry no gradient", LOSS),
-    "own_reduction_sums": ("hint", "The all-reduce sums the gradients", SUMS),
+    "own_reduction_sums": ("hint", "The optimizer gets the sum over the ranks", SUMS),
+    "wrong_group": ("error", "Gradients are combined with different factors", GROUPS),
     "other_than_average": ("error", "The optimizer gets another gradient than the average", STEP),
     "last_micro_batch_unsynced": ("error", "The last micro-batch is not synchronized", WRAPPER),
-    "no_sync_without_forward": ("note", "no_sync has no effect", WRAPPER),
-    "every_micro_batch_synced": ("note", "Every micro-batch is synchronized", ACCUMULATE),
     "rank_skipped_step": ("error", "A rank took fewer optimizer steps", STEP),
     "clipped_before_sync": ("error", "Gradients are clipped before they are averaged", STEP),
     "clipped_per_micro_batch": ("warning", "Gradients are clipped in every micro-batch", STEP),
@@ -79,31 +78,45 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     ),
     "scaler_scales_differ": ("error", "The ranks' loss scales differ", STEP),
     "scheduler_steps_per_rank": ("warning", "The scheduler steps once per rank", STEP),
-    "static_graph_with_no_sync": ("error", "static_graph conflicts with no_sync", WRAPPER),
     "replicas_differ_at_start": ("error", "The replicas differ before the first step", BYPASSED),
     "replicas_drift": ("error", "The replicas diverge", BYPASSED),
     "hyperparameters_differ": ("error", "The ranks' hyperparameters differ", STEP),
     "buffers_differ": ("warning", "Buffers differ between the ranks", DATA),
-    "local_batch_norm": ("note", "BatchNorm uses each rank's own statistics", DATA),
     "same_data_on_ranks": ("error", "Ranks train on the same data", DATA),
     "datasets_differ": ("error", "The ranks' datasets differ", ACCUMULATE),
     "sampler_seeds_differ": ("error", "The ranks' samplers shuffle differently", DATA),
     "epoch_order_repeats": ("warning", "Every epoch has the same order", DATA),
-    "same_random_numbers": ("note", "Ranks draw the same random numbers", DATA),
-    "uneven_batches": ("error", "Ranks have different numbers of batches", DATA),
-    "padded_evaluation": ("hint", "The evaluation counts some samples twice", DATA),
     "hang_missing_rank": ("error", "Ranks wait for a missing rank", FAILS),
     "mismatched_collectives": ("error", "Ranks are in different collectives", FAILS),
-    "unused_parameters": ("error", "Parameters take no part in the loss", WRAPPER),
-    "saved_tensor_overwritten": ("error", "A saved tensor was overwritten", SYMPTOMS),
 }
 
 HANGS = {"hang_missing_rank", "mismatched_collectives"}
+MICRO_BATCHES = "the number of micro-batches"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a certificate has to measure if a hint names the cause; `said` is the same in words.
+
+    `ratio`: the gradient's length relative to that of one process. `shares`: one process's weight
+    of each rank's samples, where the ranks' average has 1/W. Neither: a gradient that is not equal.
+    `undivided`: nothing divides the loss, so that its ratio is known though it is a sum. `outside`:
+    what of it no certificate measures; empty if one does.
+    """
+
+    said: str
+    ratio: float | None = None
+    shares: tuple[float, ...] = ()
+    undivided: bool = False
+    outside: str = ""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, the numbers that show it, where, and the line to write."""
+    """What is wrong, the numbers that show it, where, and the line to write.
+
+    `predicts`: of a hint. `answer`: what a certificate says of the prediction.
+    """
 
     code: str
     evidence: str
@@ -112,12 +125,40 @@ class Finding:
     severity: Severity
     title: str
     page: str
-    later: bool = False  # whether the first step, which a certificate measures, does not show it
+    predicts: Prediction | None = None
+    answer: str = ""
 
 
 def finding(
-    code: str, evidence: str, where: str, fix: str, severity: Severity | None = None
+    code: str,
+    evidence: str,
+    where: str,
+    fix: str,
+    severity: Severity | None = None,
+    predicts: Prediction | None = None,
 ) -> Finding:
     """A finding with the catalog's title, page and, unless given, severity."""
     usual, title, page = CATALOG[code]
-    return Finding(code, evidence, where, fix, severity or usual, title, page)
+    return Finding(code, evidence, where, fix, severity or usual, title, page, predicts)
+
+
+def answered(finding: Finding, severity: Severity, answer: str) -> Finding:
+    """The finding with what a certificate says of its prediction."""
+    return replace(finding, severity=severity, answer=answer)
+
+
+Rule = TypeVar("Rule", bound=Callable[..., Iterable[Finding]])
+RULES: dict[str, Callable[..., Iterable[Finding]]] = {}  # by code, in the order of the report
+
+
+def rule(*codes: str) -> Callable[[Rule], Rule]:
+    """Register a rule with the codes that it raises. Its docstring is what `explain` prints."""
+
+    def register(function: Rule) -> Rule:
+        for code in codes:
+            if code not in CATALOG or code in RULES:
+                raise ValueError(f"{code!r} is not in the catalog, or has another rule")
+            RULES[code] = function
+        return function
+
+    return register

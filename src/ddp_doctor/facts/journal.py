@@ -27,10 +27,41 @@ OLD_ELSEWHERE = 3600.0  # the same, if only its silence says so: longer than any
 NOW = struct.Struct("<dQQB255s")  # since, optimizer steps, backwards, ended, doing
 
 
+class _File:
+    """An open file. A script may close all descriptors, and open files of its own with the number.
+
+    Then it is opened again: nothing is ever written to another file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._open(os.O_TRUNC)
+
+    def _open(self, flags: int = 0) -> None:
+        if self.path.suffix == ".jsonl":
+            flags |= os.O_APPEND  # with it, pwrite would append, too
+        flags |= os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC
+        self._number = os.open(self.path, flags, 0o644)
+        self._is = self._identity()
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            found = os.fstat(self._number)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def number(self) -> int:
+        """The descriptor, still of this file. Raises OSError."""
+        if self._identity() != self._is:
+            self._open()
+        return self._number
+
+
 class Journal:
     """The files of this process. Raises OSError from the constructor only.
 
-    `write` costs one system call, `set_status` another (a few microseconds each).
+    `write` costs two system calls, as does `set_status` (a few microseconds each).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,9 +69,8 @@ class Journal:
         self.name = f"{socket.gethostname()}-{os.getpid()}"
         self.process = os.getpid()
         # Empty at first: in a container, a later run's process can have the same host and pid.
-        flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_TRUNC
-        self._facts = os.open(folder / f"{self.name}.jsonl", flags | os.O_APPEND, 0o644)
-        self._now = os.open(folder / f"{self.name}.now", flags, 0o644)
+        self._facts = _File(folder / f"{self.name}.jsonl")
+        self._now = _File(folder / f"{self.name}.now")
         self._written = 0
         self.problem: OSError | None = None
         self.cut = False  # whether facts did not fit
@@ -60,7 +90,7 @@ class Journal:
             return
         self._written += len(data)
         try:
-            os.write(self._facts, data)
+            os.write(self._facts.number(), data)
         except OSError as error:
             self.problem = error
 
@@ -72,7 +102,7 @@ class Journal:
             return
         record = NOW.pack(self.since, self.steps, self.backwards, ended, text.encode()[:255])
         try:
-            os.pwrite(self._now, record, 0)
+            os.pwrite(self._now.number(), record, 0)
         except OSError as error:
             self.problem = error
 

@@ -1,4 +1,4 @@
-"""The journals of all ranks, side by side: what the rules and the equation read.
+"""The journals of all ranks, side by side: what the rules read.
 
 Plain data, no torch. `Run.of` takes the journals of all processes; a process that never joined a
 group and never stepped an optimizer is not a rank.
@@ -251,16 +251,6 @@ class Run:
         ]
 
     @cached_property
-    def own_collectives(self) -> bool:
-        """Whether the script itself sends gradients or parameters."""
-        return any(
-            call.get("what") in ("gradient", "flat", "parameter")
-            for window in self.windows
-            for _, fact in window
-            for call in fact["collectives"]
-        )
-
-    @cached_property
     def wrappers(self) -> list[WrapperFact]:
         return self.ranks[0].facts["wrapper"] if self.ranks else []
 
@@ -401,11 +391,6 @@ class Run:
             elif differed is not None and step >= differed:
                 return True
         return False
-
-    @cached_property
-    def synced(self) -> list[Window]:
-        """Complete windows with gradients that are bitwise equal on all ranks."""
-        return [window for window in self.complete if not window.differing_gradients]
 
     @property
     def loader(self) -> LoaderFact | None:

@@ -1,6 +1,6 @@
 """What a rank writes down: one type for each kind of fact, and for what is inside of one.
 
-The observers make them, journals keep them as JSON, and the equation and the rules read them. mypy
+The observers make them, journals keep them as JSON, and the rules read them. mypy
 checks all of these by name. A rank is a number; a place is "file:line"; a hash of 0 cannot be told
 from that of a tensor which could not be read. Fields without a note are what torch calls so.
 """
@@ -33,12 +33,10 @@ class TermFact(TypedDict):
     loss: bool  # whether it is a loss function, and no plain sum or mean
     factor: float  # the gradient that arrived at its output, summed
     spread: NotRequired[list[float]]  # of its elements: the smallest and the largest that is not 0
-    columns: NotRequired[list[list[float]]]  # the items of each, and their weight: see `columns_of`
     input: NotRequired[int]  # hashes
     target: NotRequired[int]
     shape: NotRequired[list[int]]
     square: NotRequired[list[int] | None]  # rows, columns, ascending: every row has its own target
-    weighted: NotRequired[bool]  # whether the loss was given weights of classes or items
     over_parameters: NotRequired[bool]
 
 
@@ -54,7 +52,6 @@ class BackwardFact(TypedDict):
     terms: NotRequired[list[TermFact]]
     values: NotRequired[list[float]]
     leftover: NotRequired[dict[str, int]]  # by optimizer: gradients of the step before
-    no_sync_too_late: NotRequired[bool]  # entered after the forward that prepared this backward
 
 
 class SnapshotFact(TypedDict):
@@ -170,10 +167,9 @@ class StartFact(ParametersFact):
 
 
 class StaleFact(TypedDict):
-    """How many parameters got gradients: in no optimizer, and at all."""
+    """How many parameters got gradients that are in no optimizer."""
 
     outside: int
-    anywhere: int
 
 
 class ChangeFact(TypedDict):
@@ -203,7 +199,6 @@ class StepFact(TypedDict):
     unread: NotRequired[str]  # where something else was reduced that is as large as gradients
     handed: NotRequired[float | None]  # what the optimizer's pieces are of what came back
     rescaled: NotRequired[float]  # the factor of all gradients since they were combined
-    squares: NotRequired[dict[str, float]]
 
 
 class WindowFact(StepFact):
@@ -245,7 +240,6 @@ class WrapperFact(TypedDict):
     index: int
     world: int
     of: int  # all ranks
-    static_graph: bool
     broadcast_buffers: bool
     ignored: list[str]
     manual: bool  # whether Lightning leaves backward to the module: see `manual_backward`
@@ -275,7 +269,6 @@ class SamplerFact(TypedDict):
     shuffle: bool
     replicas: int | None
     length: int | None
-    drop_last: bool
     grad: bool
     backwards: int
     place: str
@@ -297,10 +290,6 @@ class BatchFact(TypedDict):
     iterator: int
     size: int
     rows: list[int]
-
-
-class LoaderEndedFact(TypedDict):
-    backwards: int
 
 
 class ScaleFact(TypedDict):
@@ -370,7 +359,6 @@ class Facts(TypedDict):
     sampler: list[SamplerFact]
     loader: list[LoaderFact]
     batch: list[BatchFact]
-    loader_ended: list[LoaderEndedFact]
     scale: list[ScaleFact]
     schedule: list[ScheduleFact]
     totals: list[TotalsFact]

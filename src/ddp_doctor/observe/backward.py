@@ -20,7 +20,6 @@ from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import REDUCED, Recorder, ranks
 from ddp_doctor.observe.states import Backward, OptimizerState
 
-SYNC = "require_backward_grad_sync"  # what no_sync sets on a wrapper
 MAX_NODES = 20_000
 MAX_BACKWARDS = 512
 
@@ -63,10 +62,6 @@ class _Backwards:
         record["scale"] = recorder.scales
         record["retained"] = _retains(args, kwargs)
         record["prepared"] = {str(wrapper.index): wrapper.prepared for wrapper in recorder.wrappers}
-        record["no_sync_too_late"] = any(
-            wrapper.prepared and not getattr(wrapper.wrapper(), SYNC, True)
-            for wrapper in recorder.wrappers
-        )
         record["terms"] = []
         record["values"] = [
             float(root.detach())

@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler, dataloader
 from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import place
-from ddp_doctor.facts.types import BatchFact, LoaderEndedFact, LoaderFact, SamplerFact
+from ddp_doctor.facts.types import BatchFact, LoaderFact, SamplerFact
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.observe.states import Numbers
@@ -40,7 +40,6 @@ class _Data:
         self.epochs: Counter[int] = Counter()  # by sampler
         self.described: set[int] = set()  # loaders
         self.rows: dict[int, int] = {}  # by iterator; a batch without rows counts as one
-        self.ends = 0
 
     def sampled(
         self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -58,7 +57,6 @@ class _Data:
             shuffle=bool(getattr(sampler, "shuffle", False)),
             replicas=getattr(sampler, "num_replicas", None),
             length=_length(getattr(sampler, "dataset", None)),
-            drop_last=bool(getattr(sampler, "drop_last", False)),
             grad=torch.is_grad_enabled(),
             backwards=self.recorder.backward_count,
             place=place(),
@@ -109,10 +107,6 @@ class _Data:
 
     def over(self, error: BaseException) -> None:
         self.session.set_status("running")
-        if isinstance(error, StopIteration) and torch.is_grad_enabled() and self.ends < 50:
-            self.ends += 1
-            backwards = self.recorder.backward_count
-            self.session.write("loader_ended", **LoaderEndedFact(backwards=backwards))
 
 
 def _samplers(loader: Any) -> list[Any]:

@@ -32,7 +32,6 @@ ONE_PER_ROW = (
     *("cosine_embedding_loss", "triplet_margin_loss"),
 )
 MAX_TERMS = 200
-MAX_COLUMNS = 128
 NODE = "ddp_doctor"  # in a node's metadata: the number of the term that is its output
 
 
@@ -171,24 +170,6 @@ def _arrived(term: dict[str, Any], gradient: Tensor | None) -> None:
     term["count"] = used.numel()
     if used.numel():
         term["spread"] = [float(used.abs().min()), float(used.abs().max())]
-    if columns := columns_of(gradient):
-        term["columns"] = columns
-
-
-def columns_of(gradient: Tensor) -> list[list[float]]:
-    """Of each column: how many items count, and their weight together.
-
-    Empty unless the items of a column have one weight, as labels of one task do, and some column
-    has gaps: a column without gaps may be one sample, a padded sequence.
-    """
-    if gradient.dim() != 2 or not 1 < gradient.shape[1] <= MAX_COLUMNS or not len(gradient):
-        return []
-    used, weights = gradient != 0, gradient.abs().double()
-    counts, sums = used.sum(0), weights.sum(0)
-    begins = used[0] + (used[1:] & ~used[:-1]).sum(0)
-    if bool((sums < 0.999 * counts * weights.amax(0)).any()) or not bool((begins > 1).any()):
-        return []
-    return torch.stack([counts.double(), sums], 1).tolist()
 
 
 def _number(factor: Any) -> float | None:
@@ -229,8 +210,6 @@ def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
         term["count"] = term["rows"] = len(lengths) if hasattr(lengths, "__len__") else rows
     elif name in ONE_PER_ROW:
         term["count"] = rows
-    if isinstance(values.get("weight"), Tensor):
-        term["weighted"] = True
     term["input"] = checksum(source, 1 << 20)
     if isinstance(target, Tensor):
         term["target"] = checksum(target, 1 << 20)

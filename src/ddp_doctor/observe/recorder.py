@@ -273,7 +273,6 @@ class Recorder:
         factors = [math.sqrt(now[name] / square) for name, square in before.items() if square > 0]
         if factors and all(abs(f - factors[0]) <= 1e-3 * factors[0] for f in factors):
             self.window["rescaled"] = factors[0]
-            self.window["squares"] = {name: float(f"{own:.9g}") for name, own in before.items()}
 
     def _note_start(self, state: OptimizerState) -> None:
         """A checksum of a few parameters' bits at every step, left on their device.
@@ -438,12 +437,12 @@ class Recorder:
         session.set_status("between steps")
 
     def _stale(self) -> StaleFact:
-        """Parameters that got gradients and that no optimizer of this process holds."""
+        """How many parameters got gradients and are in no optimizer of this process."""
         optimized = {id(p) for state in self.optimizers.values() for p in state.parameters()}
         everything = {key for record in self.all_backwards() for key in record.get("reached", ())}
         for record in self.all_backwards():  # one record may be pending for several optimizers
             record.pop("reached", None)
-        return {"outside": len(everything - optimized), "anywhere": len(everything)}
+        return {"outside": len(everything - optimized)}
 
     def all_backwards(self) -> list[Backward]:
         return [record for state in self.optimizers.values() for record in state.pending]

@@ -164,7 +164,7 @@ class Session:
             every *= 10
         sampled = self.step_count < max(first, self._look_until) or self.step_count % every < turn
         self.observing = sampled and not full
-        if self.options.then_leave and self.step_count >= first:
+        if self.options.leave_after and self.step_count >= self.options.leave_after * turn:
             self._leave()
 
     def _leave(self) -> None:

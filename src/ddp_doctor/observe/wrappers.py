@@ -86,7 +86,6 @@ def _made(recorder: Recorder, wrapper: Any) -> None:
         index=state.index,
         world=dist.get_world_size(getattr(wrapper, "process_group", None)),
         of=dist.get_world_size(),
-        static_graph=bool(getattr(wrapper, "static_graph", False)),
         broadcast_buffers=bool(getattr(wrapper, "broadcast_buffers", True)),
         ignored=sorted(state.ignored)[:200],
         manual=getattr(module, "automatic_optimization", True) is False,

@@ -8,17 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_doctor.explain.agreement import agreeing, explaining
-from ddp_doctor.explain.equation import Equation, equation
-from ddp_doctor.explain.findings import HANGS, ORDER, Finding
+from ddp_doctor.explain.answers import with_answers
+from ddp_doctor.explain.findings import HANGS, ORDER, Finding, Prediction
+from ddp_doctor.explain.observed import DIVISION, Observed, observed
 from ddp_doctor.explain.rules import examine
+from ddp_doctor.explain.steps import steps_of
 from ddp_doctor.facts.certificate import Certificate
 from ddp_doctor.facts.journal import alive, read
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.options import Options, say, tell
 from ddp_doctor.report.junit import as_junit
 
-VERSION = 1
+VERSION = 2
 NOTHING = (
     "ddp-doctor: no rank was observed: no process joined a group, wrapped a model, or took an "
     "optimizer step.\nIf the script trains in processes that another program starts, put this on "
@@ -31,7 +32,7 @@ class Report:
     """What the doctor says about a run, and what it has measured, if it has."""
 
     run: Run
-    equation: Equation
+    observed: Observed
     findings: list[Finding]
     certificate: Certificate | None = None
 
@@ -47,14 +48,20 @@ class Report:
         }
 
     def as_json(self) -> dict[str, Any]:
-        fields = ("code", "severity", "title", "evidence", "where", "fix", "page")
-        measured = {"certificate": self.certificate.as_json()} if self.certificate else {}
-        return measured | {
+        """A plain dict; see `VERSION`."""
+        fields = ("code", "severity", "title", "evidence", "where", "fix", "page", "answer")
+        certified = {"certificate": self.certificate.as_json()} if self.certificate else {}
+        return certified | {
             "version": VERSION,
             "findings": [
-                {name: asdict(finding)[name] for name in fields} for finding in self.findings
+                {name: getattr(finding, name) for name in fields}
+                | ({"predicts": asdict(finding.predicts)} if finding.predicts else {})
+                for finding in self.findings
             ],
-            "equation": self.equation.as_json(),
+            "measured": {
+                line.name: {"text": line.text, **line.values} for line in self.observed.lines
+            },
+            "not_measured": self.not_measured,
             "ranks": [
                 {"rank": rank.rank, "steps": rank.steps, "ended": rank.ended, "error": rank.error}
                 for rank in self.run.ranks
@@ -65,28 +72,25 @@ class Report:
         }
 
     @property
-    def conclusion(self) -> str:
-        """What was not checked; that all is well, or nothing; what hints are."""
+    def not_measured(self) -> list[str]:
+        """What the lines do not tell."""
+        found = list(self.observed.unmeasured)
+        if self.certificate is None and self.observed.lines:
+            found.append(DIVISION + " (--certify measures it)" * (self.run.world > 1))
+        return found
+
+    @property
+    def conclusion(self) -> list[str]:
+        """What was not checked, and what was not measured; each a paragraph."""
         said = []
-        not_checked = self.run.not_checked
-        if self.equation.step is not None and self.equation.step.combination.kind == "unknown":
-            not_checked.append("how the ranks' gradients are combined")
-        if not_checked:
-            said.append(f"Not everything was checked: {'; '.join(not_checked[:4])}.")
-        levels = [finding.severity for finding in self.findings]
-        hints = levels.count("hint")
-        if not {"error", "warning"} & set(levels):
-            measured = self.certificate is not None and self.certificate.verdict
-            if measured in ("scaled", "different"):
-                said.append("No rule names the cause.")
-            elif not (not_checked or hints):
-                said.append("No error and no warning.")
-        if hints:
-            many, mistake, it = ("s", "mistakes", "them") if hints > 1 else ("", "a mistake", "it")
-            said.append(f"{hints} hint{many}, not measured: probably {mistake}.")
-            if self.certificate is None:
-                said.append(f"Run again with --certify to measure {it}.")
-        return " ".join(said)
+        if self.run.not_checked:
+            said.append(f"Not everything was checked: {'; '.join(self.run.not_checked[:4])}.")
+        if self.not_measured:
+            said.append(f"Not measured: {'; '.join(self.not_measured)}.")
+        wrong = self.certificate is not None and self.certificate.verdict in ("scaled", "different")
+        if wrong and all(one.answer.startswith("contradicted") for one in self.findings):
+            said.append("No rule names the cause.")
+        return said
 
     def as_text(self, width: int = 100, lines: int = 44) -> str:
         """At most `lines` lines; what does not fit is counted, and is in the page."""
@@ -95,9 +99,9 @@ class Report:
         head += f"{len(self.run.ranks)} of {self.run.world} ranks, "
         head += f"{self.run.steps} optimizer steps, {len(self.run.windows)} observed"
         out = ["─" * width, head, ""]
-        out += [f"  {line}"[:width] for line in self.equation.lines]
-        if self.conclusion:
-            out += ["", *textwrap.wrap(self.conclusion, width)]
+        for line in self.observed.lines:
+            first = f"  {line.name:<10} "
+            out += textwrap.wrap(line.text, width, initial_indent=first, subsequent_indent=" " * 13)
         left = 0
         for finding in self.findings:
             block = _block(finding, width)
@@ -107,6 +111,8 @@ class Report:
             out += block
         if left:
             out += ["", f"… and {left} more, in the page."]
+        for said in self.conclusion:
+            out += ["", *textwrap.wrap(said, width)]
         for note in self.run.notes[:3]:
             out += textwrap.wrap(note, width)
         return "\n".join([*out, "─" * width])
@@ -119,26 +125,35 @@ def _block(finding: Finding, width: int) -> list[str]:
         )
 
     if finding.severity == "note":
-        return [
-            "",
-            *textwrap.wrap(
-                f"note [{finding.code}] {finding.evidence}", width, subsequent_indent="    "
-            ),
-        ]
+        said = f"note [{finding.code}] {finding.evidence}"
+        said += f" Under --certify: {finding.answer}." if finding.answer else ""
+        return ["", *textwrap.wrap(said, width, subsequent_indent="    ")]
     out = ["", f"{finding.severity.upper()} {finding.title} [{finding.code}]"]
     out += part("seen", finding.evidence)
+    if finding.predicts is not None and not finding.answer:
+        out += part("then", _predicted(finding.predicts))
+    if finding.answer:
+        out += part("proof", f"{finding.answer}.")
     if finding.where:
         out += part("where", finding.where)
     out += part("fix", finding.fix)
     return [*out, *part("read", finding.page)]
 
 
+def _predicted(predicts: Prediction) -> str:
+    """What has to be measured if the hint is the cause."""
+    if predicts.outside:
+        return f"--certify does not measure this: {predicts.outside}."
+    kind = "" if predicts.ratio is None else " times that of one process"
+    head = "If so, one process has " if predicts.ratio is None else "If so, the gradient is "
+    return f"{head}{predicts.said}{kind}. Not measured here; --certify measures it."
+
+
 def make_report(folder: Path, live: bool = False, certificate: Certificate | None = None) -> Report:
     """Read the journals of a run and examine them. Pure apart from reading.
 
     `live`: the run goes on, and no rank makes progress. Only then a process of another host that
-    has not ended counts as alive. `certificate`: what was measured; what contradicts it is left
-    out.
+    has not ended counts as alive. `certificate`: it answers the hints.
     """
     journals = read(folder)
     living = {
@@ -147,20 +162,17 @@ def make_report(folder: Path, live: bool = False, certificate: Certificate | Non
         if (alive(journal.pid) if journal.here else live and not journal.ended)
     }
     run = Run.of(journals, living, live)
-    found = equation(run)
-    findings = examine(run, found)
+    steps = steps_of(run)
+    findings = examine(run, steps)
     if certificate is not None:
-        found, findings = agreeing(certificate, found, findings)
-        findings = explaining(certificate, findings)
-    elif found.contradicts(findings):
-        found = found.saying("weight    not told by one term of the loss; --certify measures it")
+        findings = with_answers(certificate, findings)
     for rank in run.ranks:
         for fact in rank.facts["failed"]:
             run.notes.append(f"The doctor stopped on rank {rank.rank}: {fact['error']}{fact['at']}")
     replaced = [fact["name"] for rank in run.ranks for fact in rank.facts["cpu"]]
     if replaced and certificate is None:
         run.notes.append(f"--cpu replaced: {', '.join(dict.fromkeys(replaced))}.")
-    return Report(run, found, findings, certificate)
+    return Report(run, observed(run, steps), findings, certificate)
 
 
 def report(run_folder: Path, options: Options, live: bool = False, waited: bool = False) -> Report:
@@ -226,13 +238,8 @@ def _write_page(report: Report, path: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    step = None if report.equation.right or not report.equation.weighed else report.equation.step
-    weights = [] if step is None else step.weights()[:64]
     text = environment.get_template("report.html.j2").render(
-        report=report,
-        run=report.run,
-        weights=weights,
-        largest=max([1.0, *(abs(weight) for _, weight in weights)]),
+        report=report, run=report.run, predicted=_predicted
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

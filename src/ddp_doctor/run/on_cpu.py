@@ -34,6 +34,7 @@ NUMBERS = (
     *("current_device", "memory_allocated", "max_memory_allocated"),
     *("memory_reserved", "max_memory_reserved"),
 )
+TYPES = ("Byte", "Char", "Short", "Int", "Long", "Half", "Float", "Double", "Bool", "BFloat16")
 MEMORY = 1 << 34  # bytes that a GPU is said to have
 GPU = SimpleNamespace(
     name="CPU", total_memory=MEMORY, major=8, minor=0, multi_processor_count=1, gcnArchName=""
@@ -46,7 +47,7 @@ def install(used: Used) -> None:
     if os.getpid() in _installed:
         return
     _installed.append(os.getpid())
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    _hide_gpus()
     told: set[str] = set()
 
     def tell(name: str) -> None:
@@ -63,6 +64,12 @@ def install(used: Used) -> None:
     _programs(tell)
     _lightning(tell)
     _OnCpu(tell).__enter__()
+
+
+def _hide_gpus() -> None:
+    """Python reads that there are GPUs, and CUDA, which reads the environment itself, none."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(_gpus())))
+    os.putenv("CUDA_VISIBLE_DEVICES", "")
 
 
 def of_cpu(device: Any) -> Any:
@@ -84,6 +91,9 @@ class _OnCpu(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
+        # torch looks methods up by name: called once, one that is observed would be seen twice.
+        if getattr(function, "__globals__", {}).get("__name__", "").startswith("ddp_doctor."):
+            function = getattr(function, "__wrapped__", function)
         if name in ("cuda", "pin_memory"):
             self.tell(f".{name}()")
             return args[0]
@@ -156,6 +166,20 @@ def _cuda(tell: Used) -> None:
     _replace(torch.cuda, "get_device_capability", (GPU.major, GPU.minor), tell)
     _replace(torch.cuda, "get_device_properties", GPU, tell)
     _replace(torch.cuda, "mem_get_info", (MEMORY, MEMORY), tell)
+
+    for kind in TYPES:
+        tensors = _type(getattr(torch, f"{kind}Tensor"), f"torch.cuda.{kind}Tensor", tell)
+        setattr(torch.cuda, f"{kind}Tensor", tensors)
+
+
+def _type(on_cpu: Any, name: str, tell: Used) -> Any:
+    """A type of tensors that is told once it makes one."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        tell(name)
+        return on_cpu(*args, **kwargs)
+
+    return make
 
 
 def _accelerator(tell: Used) -> None:
@@ -308,12 +332,12 @@ def _classes(tell: Used) -> None:
         tell("SyncBatchNorm (each rank now uses its own samples)")
         return module
 
-    nn.Module.to = _moved(nn.Module.to, tell)  # type: ignore[method-assign,assignment]
+    nn.Module.to = _moved(nn.Module.to, tell)  # type: ignore[method-assign]
     torch.Generator = _generator(torch.Generator, tell)  # type: ignore[misc]
-    wrap.__init__ = _wrapper(wrap.__init__, tell)  # type: ignore[method-assign,assignment]
-    cast.__init__ = _autocast(cast.__init__, tell)  # type: ignore[method-assign,assignment]
+    wrap.__init__ = _wrapper(wrap.__init__, tell)  # type: ignore[method-assign]
+    cast.__init__ = _autocast(cast.__init__, tell)  # type: ignore[method-assign]
     torch.load = _loaded(torch.load, tell)
-    nn.SyncBatchNorm.convert_sync_batchnorm = unchanged  # type: ignore[method-assign,assignment]
+    nn.SyncBatchNorm.convert_sync_batchnorm = unchanged  # type: ignore[method-assign]
 
 
 def _wrapper(make: Any, tell: Used) -> Any:
@@ -369,7 +393,7 @@ def _generator(draws: Any, tell: Used) -> Any:
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, draws)
 
-    class Generator(draws, metaclass=Kind):  # type: ignore[misc,valid-type]
+    class Generator(draws, metaclass=Kind):  # type: ignore[misc]
         def __new__(cls, device: Any = "cpu") -> Any:
             if of_cpu(device) is not device:
                 tell('torch.Generator("cuda")')

@@ -6,7 +6,10 @@
 3. What it returned is packed. No verdict is made here: this process is the student's.
 """
 
+import ast
+import asyncio
 import contextlib
+import inspect
 import math
 import random
 import resource
@@ -63,11 +66,12 @@ def run(rank: int, world_size: int, request: dict[str, Any]) -> bytes:
     student, check = types.ModuleType("student"), types.ModuleType("check")
     # Where pickle and dataclasses look for the classes that a cell defines.
     sys.modules["student"] = student
+    student.__dict__["display"] = print  # a notebook has it without an import
     check.__dict__["seen"] = seen
     failed = {}
     for name, source in request["cells"]:
         try:
-            exec(compile(source, file_of(name), "exec", dont_inherit=True), student.__dict__)
+            _execute(source, file_of(name), student.__dict__)
         except BaseException as error:
             failed[name] = _described(error, rank)
     try:
@@ -77,6 +81,16 @@ def run(rank: int, world_size: int, request: dict[str, Any]) -> bytes:
         return pack({"value": value, "failed": failed})
     except BaseException as error:
         raise RankFailedError(_described(error, rank) | {"failed": failed}) from error
+
+
+def _execute(source: str, file: str, namespace: dict[str, Any]) -> None:
+    """Like a notebook's cell: `await` may stand outside of functions."""
+    flag = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    code = compile(source, file, "exec", flag, dont_inherit=True)
+    if code.co_flags & inspect.CO_COROUTINE:
+        asyncio.run(eval(code, namespace))
+    else:
+        exec(code, namespace)
 
 
 def _described(error: BaseException, rank: int) -> dict[str, Any]:

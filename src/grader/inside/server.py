@@ -19,6 +19,7 @@ import functools
 import importlib
 import io
 import linecache
+import math
 import os
 import signal
 import socket
@@ -45,6 +46,9 @@ with gc_paused():
 
 _LONGEST = 300  # characters of a message
 _STUCK = 4.0  # seconds after which ranks that wait for each other are ended
+_JOINING = 5  # seconds for the ranks' start, beyond a request's own limit
+_DRAWING = 60
+_LATE = "it took too long: the process that watches its ranks gave no answer"
 _GONE = "its processes were ended from within"
 # A part of torch that takes a second to import. It is imported only where a solution uses what
 # imports it, but then once for all ranks: with it, each fork costs a quarter more.
@@ -119,7 +123,8 @@ def _send(link: socket.socket, data: bytes) -> None:
 def _answer_of_a_fork(request: dict[str, Any], link: socket.socket) -> bytes:
     """The answer, from a process for this request alone: it unpickles what the ranks send.
 
-    This process only hands it on. Ends if `link` is closed meanwhile.
+    This process only hands it on. Ends if `link` is closed meanwhile. A fork that is silent, or
+    was stopped by a student's process, costs no more than the request's own limit.
     """
     server, (ours, theirs) = os.getpid(), socket.socketpair()
     with ours:
@@ -132,10 +137,22 @@ def _answer_of_a_fork(request: dict[str, Any], link: socket.socket) -> bytes:
                     _answer(request, theirs)
                 finally:
                     os._exit(0)
-        if link in wait([link, ours]):  # no request comes before the answer
-            kill_descendants()
-            os._exit(0)
-        return _receive(ours) or pack({"stopped": {"how": "ended", "states": _GONE, "failed": {}}})
+        signal.signal(signal.SIGALRM, _too_late)
+        signal.alarm(math.ceil(request.get("seconds", _DRAWING)) + _JOINING)
+        try:
+            if link in wait([link, ours]):  # no request comes before the answer
+                kill_descendants()
+                os._exit(0)
+            answer = _receive(ours)
+        except TimeoutError:
+            return pack({"stopped": {"how": "too long", "states": _LATE, "failed": {}}})
+        finally:
+            signal.alarm(0)
+        return answer or pack({"stopped": {"how": "ended", "states": _GONE, "failed": {}}})
+
+
+def _too_late(*_: object) -> NoReturn:
+    raise TimeoutError
 
 
 def _answer(request: dict[str, Any], link: socket.socket) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 LARGEST = 16 * 2**20  # bytes of a packed value
+MOST_TEXT = 2**20  # bytes of the text of an answer
 _TEXT = "text"
 _ARRAY = "$array"
-_MOST_PARTS = 20_000  # arrays, and nested lists and dictionaries, of one value
+_MOST_PARTS = 20_000  # arrays, numbers, strings, lists, and dictionaries of one value
+_LONGEST_KEY = 200  # characters
 _DEEPEST = 20
 _NOT_ONE = (ValueError, KeyError, OSError, MemoryError, RecursionError, zipfile.BadZipFile)
 
@@ -39,16 +41,24 @@ def pack(value: Any) -> bytes:
     return data
 
 
-def unpack(data: bytes) -> Any:
-    """The value in `data`. Raises ValuesError for anything that `pack` would not write."""
+def unpack(data: bytes, most_text: int = LARGEST) -> Any:
+    """The value in `data`. Raises ValuesError for anything that `pack` would not write.
+
+    `most_text`: bytes of the text of everything but the arrays.
+    """
     if len(data) > LARGEST:
         raise ValuesError(f"{len(data):,} bytes; {LARGEST:,} are allowed")
     try:
         arrays = _arrays(data)
-        text = json.loads(arrays.pop(_TEXT).tobytes())
+        packed = arrays.pop(_TEXT)
+        if packed.nbytes > most_text:
+            raise ValuesError(f"{packed.nbytes:,} bytes of text; {most_text:,} are allowed")
+        text = json.loads(packed.tobytes())
+    except ValuesError:
+        raise
     except _NOT_ONE as error:
         raise ValuesError(f"not a packed value: {type(error).__name__}") from None
-    return _restored(text, arrays)
+    return _restored(text, arrays, [_MOST_PARTS])
 
 
 def _arrays(data: bytes) -> dict[str, np.ndarray]:
@@ -58,8 +68,9 @@ def _arrays(data: bytes) -> dict[str, np.ndarray]:
         # What is stored as it is cannot grow; what is compressed could fill the memory.
         if any(one.compress_type != zipfile.ZIP_STORED for one in members):
             raise ValueError("compressed")
-        if len(members) > _MOST_PARTS:
-            raise ValueError("too many arrays")
+        # Members that overlap would be read again and again.
+        if len(members) > _MOST_PARTS or sum(one.file_size for one in members) > len(data):
+            raise ValueError("too many arrays, or too large ones")
         for one in members:
             content = io.BytesIO(archive.read(one))
             array = np.lib.format.read_array(content, allow_pickle=False)
@@ -94,15 +105,19 @@ def _plain(value: Any, arrays: dict[str, np.ndarray], depth: int) -> Any:
     raise ValuesError(f"a {type(value).__name__}, which is neither a number nor a tensor")
 
 
-def _restored(text: Any, arrays: dict[str, np.ndarray], depth: int = 0) -> Any:
-    if depth > _DEEPEST:
-        raise ValuesError("nested too deeply")
+def _restored(text: Any, arrays: dict[str, np.ndarray], left: list[int], depth: int = 0) -> Any:
+    """The value that `text` and `arrays` make; `left[0]` counts down the parts that it may have."""
+    left[0] -= 1
+    if depth > _DEEPEST or left[0] < 0:
+        raise ValuesError("it is nested too deeply, or has too many parts")
     if isinstance(text, list):
-        return [_restored(one, arrays, depth + 1) for one in text]
+        return [_restored(one, arrays, left, depth + 1) for one in text]
     if not isinstance(text, dict):
         return text
     if _ARRAY not in text:
-        return {key: _restored(one, arrays, depth + 1) for key, one in text.items()}
+        if any(len(key) > _LONGEST_KEY for key in text):
+            raise ValuesError(f"a name of more than {_LONGEST_KEY} characters")
+        return {key: _restored(one, arrays, left, depth + 1) for key, one in text.items()}
     name = text[_ARRAY]
     if not isinstance(name, str) or name not in arrays:
         raise ValuesError("an array that is not there")

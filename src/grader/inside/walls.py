@@ -14,7 +14,9 @@ import resource
 import socket
 import struct
 import sys
+from pathlib import Path
 
+from grader.inside.calls import refuse_calls
 from labkit.launch.guard import die_with_parent
 
 TEMPORARY = 128 * 2**20  # bytes of /tmp, and of /dev/shm
@@ -23,10 +25,14 @@ _LIMITS = {
     "RLIMIT_CORE": 0,
     "RLIMIT_FSIZE": 64 * _MIB,  # of each file, so of each rank's output
     "RLIMIT_DATA": 2048 * _MIB,  # of each process
+    "RLIMIT_NOFILE": 256,  # each may be a socket, whose buffers count for no process
 }
-_MOST_TASKS = 256  # processes and threads of one submission's user
+MOST_TASKS = 256  # processes and threads of one submission
+_OWN_USER = 1000  # within a namespace of its own
+_COUNTS_BY_NAMESPACE = (5, 14)  # the Linux that counts a user's tasks in each namespace by itself
 # From <sched.h>, <sys/mount.h>, <sys/prctl.h>, <linux/keyctl.h>, <asm/unistd.h>,
 # <linux/capability.h>, and <linux/sockios.h>.
+_NEW_USERS = 0x10000000
 _NEW_MOUNTS, _NEW_IPC, _NEW_PROCESSES, _NEW_NETWORK = 0x00020000, 0x08000000, 0x20000000, 0x40000000
 _NOSUID, _NODEV, _NOEXEC, _RECURSIVE, _PRIVATE = 0x2, 0x4, 0x8, 0x4000, 0x40000
 _SET_DUMPABLE = 4
@@ -64,17 +70,36 @@ def enter() -> None:
     die_with_parent()  # after the change of user, which would cancel it
 
 
+def is_root() -> bool:
+    """Whether this process is root of the system, who may become any user; not of a namespace."""
+    whole = Path("/proc/self/uid_map")
+    return os.getuid() == 0 and (not whole.exists() or "4294967295" in whole.read_text())
+
+
 def _give_up_privileges(user: int) -> None:
-    if os.getuid() == 0:  # for root, no limit on processes counts
-        resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_TASKS, _MOST_TASKS))
+    if is_root():  # for root, no limit on processes counts
+        _limit_tasks()
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
+    else:  # the caller's other processes do not count in a namespace of its own
+        ids = {"uid_map": os.getuid(), "gid_map": os.getgid()}
+        _call("unshare", _NEW_USERS)
+        Path("/proc/self/setgroups").write_text("deny")
+        for name, own in ids.items():
+            Path("/proc/self", name).write_text(f"{_OWN_USER} {own} 1")
+        if tuple(map(int, platform.release().split(".")[:2])) >= _COUNTS_BY_NAMESPACE:
+            _limit_tasks()
     _forget_keys()
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     _call("capset", header, bytes(4 * _CAPABILITY_WORDS))
     # None of the ranks may trace this process, or read its memory.
     _call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
+    refuse_calls()
+
+
+def _limit_tasks() -> None:
+    resource.setrlimit(resource.RLIMIT_NPROC, (MOST_TASKS, MOST_TASKS))
 
 
 def _forget_keys() -> None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -24,14 +24,15 @@ from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
 from labkit.book import minutes
-from labkit.launch.concurrency import workers
 from labkit.launch.forks import shared_server
 from labkit.launch.kernels import AsyncKernelThroughFiles
+from labkit.launch.memory import workers
 from labkit.launch.scripts import project_root
 
 EXECUTED = Path("_build/executed")  # from the project's root
 # Longer than any cell should take, for a machine that is loaded.
 CELL_TIMEOUT = 300
+_END_WITHIN = 2.0  # seconds; then this process ends without its kernels' files being removed
 
 
 def chapters_of(book: Path) -> list[Path]:
@@ -58,24 +59,28 @@ def find(name: str, root: Path) -> Path:
     raise ValueError(f"There is no notebook {name}. There are:\n{names}")
 
 
-def execute(chapter: Path) -> NotebookNode:
+def execute(chapter: Path, clients: list[NotebookClient] | None = None) -> NotebookNode:
     """Run a chapter from its first to its last cell, in its own folder; return it with outputs.
 
     The kernel has one thread unless OMP_NUM_THREADS says otherwise: chapters run at once, and each
     starts several processes. Threads of several processes on one core would slow each other
     down.
 
+    The client that runs it is appended to `clients`, so that another thread can end its kernel.
     Raises nbclient's CellExecutionError if a cell raises that is not tagged `raises-exception`.
     """
     notebook = nbformat.read(chapter, as_version=4)
-    NotebookClient(
+    client = NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT,
         kernel_name="python3",
         extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(chapter.parent)}},
         kernel_manager_class=AsyncKernelThroughFiles,
-    ).execute(env={"OMP_NUM_THREADS": "1", **os.environ})
+    )
+    if clients is not None:
+        clients.append(client)
+    client.execute(env={"OMP_NUM_THREADS": "1", **os.environ})
     return normalize(notebook)
 
 
@@ -159,27 +164,52 @@ def _run_all(jobs: Sequence[tuple[Path, Path]]) -> None:
     began = time.monotonic()
     finished = itertools.count(1)
     one_line = threading.Lock()
+    clients: list[NotebookClient] = []
+    interrupted = threading.Event()
 
     def run(job: tuple[Path, Path]) -> str | None:
         chapter, target = job
         start = time.monotonic()
         failure = None
         try:
-            write_chapter(execute(chapter), target)
+            write_chapter(execute(chapter, clients), target)
         except CellExecutionError as error:
             failure = f"{chapter}: a cell failed\n{error}"
         except Exception as error:  # a file that is no notebook has many ways to fail
             failure = f"{chapter}: {type(error).__name__}: {error}"
         now = time.monotonic()
         with one_line:
+            if interrupted.is_set():
+                return None
             name = chapter.stem + " failed" * (failure is not None)
             print(progress(next(finished), len(jobs), name, now - start, now - began), flush=True)
         return failure
 
     with shared_server(), ThreadPoolExecutor(max_workers=workers()) as pool:
-        failures = [failure for failure in pool.map(run, jobs) if failure]
+        futures = [pool.submit(run, job) for job in jobs]
+        try:
+            failures = [failure for future in futures if (failure := future.result())]
+        except KeyboardInterrupt:
+            interrupted.set()
+            print("\nInterrupted: ending the chapters that run.", file=sys.stderr, flush=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            _end_kernels(clients, futures)
+            sys.exit(130)
     if failures:
         sys.exit("\n\n".join(failures))
+
+
+def _end_kernels(clients: Sequence[NotebookClient], running: Sequence[Future]) -> None:
+    """Kill all kernels, and wait for the threads that run them; leave, if they take too long."""
+    deadline = time.monotonic() + _END_WITHIN
+    while not all(future.done() for future in running):
+        for client in clients:
+            process = getattr(getattr(client.km, "provisioner", None), "process", None)
+            if process is not None:
+                process.kill()
+        if time.monotonic() > deadline:
+            os._exit(130)  # the kernels end with this process
+        time.sleep(0.1)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from fontTools import subset
 from fontTools.ttLib import TTFont
 from sphinx.application import Sphinx
 
+from labkit.book.result_tables import show_tables
 from labkit.book.site import pages_of
 
 # In the address or the text of a script that no page uses.
@@ -63,6 +64,7 @@ def finished_page(text: str) -> str:
     _load_less(page)
     _name_things(page)
     _open_figures(page)
+    show_tables(page)
     _wrap_sentences(page)
     return str(page)
 

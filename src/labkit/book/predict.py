@@ -161,6 +161,8 @@ def _form(
 
 def _cell(name: str, choices: Sequence[str], answer: str) -> str:
     named = f'aria-label="{html.escape(name)}" data-answer="{html.escape(answer)}"'
+    if "cosine" in name:
+        named += " data-cosine"
     if choices:
         options = "".join(f"<option>{html.escape(choice)}</option>" for choice in ("", *choices))
         field = f"<select {named}>{options}</select>"

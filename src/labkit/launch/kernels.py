@@ -22,8 +22,8 @@ from jupyter_client.provisioning import LocalProvisioner
 from jupyter_core.paths import jupyter_runtime_dir
 from traitlets import HasTraits, default
 
-from labkit.launch.forked_process import ForkedProcess
 from labkit.launch.forks import ForkServer, NotStartedError, is_shared
+from labkit.launch.popen import ForkedPopen
 
 _KERNELS = ForkServer("labkit.launch.kernel_process")
 _LAUNCHER = "ipykernel_launcher"
@@ -64,7 +64,7 @@ class _Kernel(HasTraits):
             place = {"folder": options.get("cwd"), "environment": dict(options["env"])}
             with contextlib.suppress(NotStartedError, EOFError, OSError):
                 place |= {"stdout": stdout, "stderr": stderr}
-                process = ForkedProcess(_KERNELS, _run, words[2:], **place)
+                process = ForkedPopen(_KERNELS, _run, words[2:], **place)
                 provisioner.process, provisioner.pid = process, process.pid
                 return
         await super()._async_launch_kernel(kernel_cmd, **options)

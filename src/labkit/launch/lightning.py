@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from labkit.launch.forked_process import ForkedProcess
 from labkit.launch.forks import ForkServer
 from labkit.launch.nodes import as_script, run_warm
+from labkit.launch.popen import ForkedPopen
 
 _LAUNCHER = "pytorch_lightning.strategies.launchers.subprocess_script"
 _SERVER = ForkServer(_LAUNCHER)
@@ -34,10 +34,10 @@ def _run(words: list[str]) -> None:
     as_script(words)
 
 
-def _start_again(command: list[str], env: Mapping[str, str], cwd: Any = None) -> ForkedProcess:
+def _start_again(command: list[str], env: Mapping[str, str], cwd: Any = None) -> ForkedPopen:
     """What Lightning starts: this Python, the script, and its arguments."""
     place = {"folder": cwd or os.getcwd(), "environment": dict(env)}
-    return ForkedProcess(_SERVER, _run, command[1:], **place)
+    return ForkedPopen(_SERVER, _run, command[1:], **place)
 
 
 # Run the script `words[0]` with its arguments, and capture what it prints.

@@ -4,7 +4,8 @@ Loading torch makes a million objects, which the garbage collector walks through
 quarter of the import's processor time, without `gc_paused`. A fork copies its parent's page table,
 and the child's exit frees the copy: 26 ms with 56,000 pages of 4 KiB, and 6 ms after
 `use_huge_pages`. A rank needs about 150 MB. `check_memory` refuses more ranks than fit: a machine
-that swaps answers nothing, not even the command that would end them.
+that swaps answers nothing, not even the command that would end them. `workers` says how many
+chapters, or workers of pytest, run at once.
 """
 
 import contextlib
@@ -17,10 +18,12 @@ from pathlib import Path
 import psutil
 
 MEMORY_OF_A_RANK = 150e6  # bytes
+MEMORY_OF_A_WORKER = 2e9  # bytes: one of pytest, a chapter's kernel, and four ranks
 OVERRIDE = "LABKIT_MAX_RANKS"  # environment variable: this many ranks start, whatever they need
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in each period, or "max"
 _MADV_COLLAPSE = 25  # from <linux/mman.h>
 _LARGE_PAGE = 2 * 2**20
 
@@ -72,6 +75,24 @@ def check_memory(ranks: int) -> None:
         f"({MEMORY_OF_A_RANK / 1e6:.0f} MB each), and {available / 1e9:.1f} GB are available, "
         f"enough for {fit}: start fewer, or set {OVERRIDE}={ranks} to start them anyway."
     )
+
+
+def workers() -> int:
+    """At least 1; one more than the cores, because one that waits leaves its core idle.
+
+    Where memory is scarce, fewer.
+    """
+    fit = int(available_memory() / MEMORY_OF_A_WORKER)
+    return max(1, min(_cores() + 1, fit))
+
+
+def _cores() -> int:
+    """Those that this process may use, and whole ones of what its container may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with contextlib.suppress(OSError, ValueError):  # no such file, or no limit
+        quota, period = map(int, _QUOTA.read_text().split())
+        cores = min(cores or 1, max(1, quota // period))
+    return cores or 1
 
 
 def available_memory() -> int:

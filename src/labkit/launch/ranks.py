@@ -123,8 +123,8 @@ def run_ranks(
         env: environment variables for the ranks, added to the caller's.
 
     Raises:
-        ValueError, TypeError: `world_size`, `timeout`, `device`, or the arguments are not valid, or
-            the memory does not hold so many ranks (`labkit.launch.memory.check_memory`).
+        ValueError, TypeError: `world_size`, a time, `device`, `env`, or the arguments are not
+            valid, or the memory does not hold so many ranks (`labkit.launch.memory.check_memory`).
         the rank's own exception: the first one that a rank raised. Its notes hold that rank's
             traceback and the state of the other ranks.
         RanksTimeoutError: the time is up, for joining or for the function, or the ranks are stuck.
@@ -137,8 +137,8 @@ def run_ranks(
     `[rank r]`. Results are pickled: a parameter loses its gradient, and a view takes its whole
     storage with it (return a clone).
     """
-    _check(fn, world_size, args, timeout)
     stuck_after = _STUCK_AFTER.get() if stuck_after is None else stuck_after
+    _check(fn, world_size, args, timeout=timeout, stuck_after=stuck_after)
     check_memory(world_size)
     devices, backend = choose_devices(world_size, device, "device")
     payload, code = _ship(fn, args), getattr(_innermost(fn), "__code__", None)
@@ -172,7 +172,9 @@ def ends_when_stuck(seconds: float) -> Iterator[None]:
         _STUCK_AFTER.reset(token)
 
 
-def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float) -> None:
+def _check(
+    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], **seconds: float | None
+) -> None:
     if not callable(fn):
         raise TypeError(f"run_ranks needs a function, got {type(fn).__name__}: {fn!r}")
     if isinstance(world_size, bool) or not isinstance(world_size, int):
@@ -184,8 +186,10 @@ def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeo
         raise ValueError(
             f"world_size must be at least 1, got {world_size}. Write run_ranks(fn, 4, …)."
         )
-    if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout must be a positive, finite number of seconds, got {timeout!r}")
+    for name, limit in seconds.items():
+        may_be_none = name == "stuck_after" and limit is None
+        if not may_be_none and not (isinstance(limit, int | float) and 0 < limit < float("inf")):
+            raise ValueError(f"{name} must be a positive, finite number of seconds, got {limit!r}")
     try:
         bind(fn, args, dict.fromkeys(INJECTED))
     except TypeError as error:
@@ -223,9 +227,16 @@ def _name(fn: Callable[..., Any]) -> str:
 def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
     # Otherwise gloo listens on the interface that the host's name resolves to.
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK}
+    if not isinstance(env, Mapping | None):
+        raise TypeError(f'env is a dictionary of strings, such as {{"NAME": "value"}}, got {env!r}')
     for name, value in (env or {}).items():
-        if not isinstance(value, str):
+        if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env[{name!r}] has to be a string, got {value!r}")
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(
+                f"env[{name!r}] = {value!r} can be no environment variable: its name must not be "
+                "empty or contain '=', and neither may contain a NUL character"
+            )
         environment[name] = value
     return environment
 

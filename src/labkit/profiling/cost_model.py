@@ -1,14 +1,12 @@
 """The cost of a collective and the time of a step, on other links and with more ranks.
 
-    link = fit(measure_all_reduce([2**12, 2**20, 2**24])).link           # on each rank; or
     link = Link.of(gbit_per_s=10, latency_us=20)
     step = simulate(backward_of(recording), plan, lambda n: link.seconds(ring(1024, n)))
 
 1. *The α–β model.* A message of n bytes takes α + n·β seconds: α is the latency of the link, 1/β
    its bandwidth. A `Cost` has the number of messages of an all-reduce that wait for one another,
    and their total length.
-2. *Fitting.* `fit` computes α and β of this machine from measured times, and the error of the fit.
-3. *Simulating a step* from a recorded backward (`labkit.profiling.recording`), a bucket plan, and
+2. *Simulating a step* from a recorded backward (`labkit.profiling.recording`), a bucket plan, and
    the cost of an all-reduce. Buckets are launched in order; the link carries one at a time.
 
 The models assume an otherwise idle network that is the same between any two ranks. In a cluster,
@@ -17,21 +15,15 @@ nodes share links, and a step waits for its slowest rank.
 Sources: Hockney, "The communication challenge for MPP" (1994) for α + n·β; Thakur, Rabenseifner
 and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005) for the
 algorithms; Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of
-Workstations" (2009) for the bound; gloo/allreduce.cc for gloo.
+Workstations" (2009) for the bound.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
-
-import torch
-import torch.distributed as dist
 
 from labkit.profiling.recording import RankRecording, Recording
 
 MIB = 2**20
-_SEGMENT = MIB  # the longest message that gloo sends
 
 
 # 1. The α–β model ---------------------------------------------------------------------------------
@@ -88,22 +80,10 @@ def tree(world_size: int, nbytes: float) -> Cost:
     return Cost(2 * depth, 2 * nbytes if depth else 0, 2 * nbytes if depth else 0)
 
 
-def gloo(world_size: int, nbytes: float) -> Cost:
-    """gloo's all-reduce: a ring with chunks cut into segments of at most 1 MiB.
-
-    Each chunk has at least two segments, and two are in flight at once. So every other segment
-    pays the latency.
-    """
-    segments = max(2, -(-int(nbytes) // (_SEGMENT * world_size)))
-    sent = least_bytes(world_size, nbytes)
-    return Cost((world_size - 1) * segments, sent, sent)
-
-
 ALGORITHMS: dict[str, Callable[[int, float], Cost]] = {
     "naive": naive,
     "ring": ring,
     "recursive doubling": recursive_doubling,
-    "gloo": gloo,
 }
 
 
@@ -140,108 +120,7 @@ def hierarchical_seconds(
     return inside.seconds(ring(ranks_per_node, nbytes)) + across.seconds(ring(nodes, nbytes))
 
 
-# 2. Fitting ---------------------------------------------------------------------------------------
-
-
-class Measurement(NamedTuple):
-    """One all-reduce of `bytes` by an algorithm of `ALGORITHMS`.
-
-    `seconds` is the time from launch to completion on the slowest rank. `cpu` is the largest
-    processor time that any rank's process used in that time.
-    """
-
-    algorithm: str
-    world_size: int
-    bytes: int
-    seconds: float
-    cpu: float = 0.0
-
-
-class Fit(NamedTuple):
-    """A fitted link and the quality of the fit.
-
-    `cpu_share` is the fraction of the measured seconds that the processor worked, 0 to 1. Without a
-    spare core, this time is lost for computing.
-    """
-
-    link: Link
-    residuals: tuple[float, ...]  # (model − measured) / measured, one per measurement
-    cpu_share: float
-
-    def worst(self) -> float:
-        """The largest absolute residual."""
-        return max(abs(one) for one in self.residuals)
-
-
-def fit(measurements: Iterable[Measurement]) -> Fit:
-    """The nonnegative α and β with the smallest sum of squared `residuals`.
-
-    The residuals are relative, because the longest messages would dominate absolute ones.
-
-    Raises ValueError if a time is not positive, or if the measurements cannot separate α from β.
-    """
-    measured = list(measurements)
-    if any(not one.seconds > 0 for one in measured):
-        raise ValueError("a measured time is not positive: measure longer, or more than one rank")
-    costs = [ALGORITHMS[one.algorithm](one.world_size, one.bytes) for one in measured]
-    rows = torch.tensor(
-        [
-            (cost.steps / m.seconds, cost.bytes / m.seconds)
-            for cost, m in zip(costs, measured, strict=True)
-        ],
-        dtype=torch.float64,
-    )
-    ones = torch.ones(len(rows), 1, dtype=torch.float64)
-    scale = rows.norm(dim=0)
-    if len(rows) < 2 or torch.linalg.matrix_rank(rows / scale, rtol=1e-6) < 2:
-        raise ValueError(
-            f"{len(measured)} measurement(s) of {sorted({one.bytes for one in measured})} bytes "
-            "cannot tell latency from bandwidth: measure one short and one long message"
-        )
-    link = Link(*(torch.linalg.lstsq(rows / scale, ones).solution.squeeze(1) / scale).tolist())
-    alone = (rows.sum(dim=0) / scale.square()).tolist()  # each of the two without the other
-    if link.latency < 0:
-        link = Link(0.0, alone[1])
-    elif link.seconds_per_byte < 0:
-        link = Link(alone[0], 0.0)
-    residuals = tuple(
-        link.seconds(cost) / one.seconds - 1 for cost, one in zip(costs, measured, strict=True)
-    )
-    cpu = sum(one.cpu for one in measured) / sum(one.seconds for one in measured)
-    return Fit(link, residuals, min(cpu, 1.0))
-
-
-def measure_all_reduce(
-    sizes: Sequence[int],
-    all_reduce: Callable[..., object] = dist.all_reduce,
-    algorithm: str = "gloo",
-    group: dist.ProcessGroup | None = None,
-    repeat: int = 5,
-) -> list[Measurement]:
-    """Time `all_reduce(tensor, group=group)` for each size in bytes; every rank must call it.
-
-    Returns, for each size, the median of `repeat` times of the slowest rank, the same list on
-    every rank. To measure a function of `miniddp.collectives`, pass it with the name of its
-    algorithm.
-    """
-    world_size = dist.get_world_size(group)
-    measured = []
-    for nbytes in sizes:
-        tensor = torch.zeros(max(1, nbytes // 4))
-        times = []
-        for _ in range(repeat + 1):
-            dist.barrier(group)
-            begin, cpu = time.perf_counter(), time.process_time()
-            all_reduce(tensor, group=group)
-            times.append([time.perf_counter() - begin, time.process_time() - cpu])
-        slowest = torch.tensor(times[1:], dtype=torch.float64)  # the first one warms up
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-        seconds, cpu = (statistics.median(column) for column in slowest.T.tolist())
-        measured.append(Measurement(algorithm, world_size, tensor.nbytes, seconds, cpu))
-    return measured
-
-
-# 3. Simulating a step -----------------------------------------------------------------------------
+# 2. Simulating a step -----------------------------------------------------------------------------
 
 
 class Backward(NamedTuple):
@@ -291,10 +170,7 @@ class SimulatedStep(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """The seconds from the last gradient to the end of the step.
-
-        With a `cpu_share` above 0, communication also delays the gradients; that is not included.
-        """
+        """The seconds from the last gradient to the end of the step."""
         return self.end - self.compute_end
 
     @property
@@ -308,16 +184,11 @@ class SimulatedStep(NamedTuple):
             first -= 1
         return first
 
-    def error(self, measured_seconds: float) -> float:
-        """(simulated − measured) / measured."""
-        return self.end / measured_seconds - 1
-
 
 def simulate(
     backward: Backward,
     plan: Sequence[Sequence[int]],
     all_reduce: Callable[[int], float],
-    cpu_share: float = 0.0,
     overlap: bool = True,
 ) -> SimulatedStep:
     """The time of a step with the buckets of `plan`.
@@ -328,8 +199,6 @@ def simulate(
             arrival, as `miniddp.buckets.arrival_plan(sizes, range(n), caps)` returns them.
         all_reduce: the seconds for a number of bytes, such as
             `lambda n: link.seconds(ring(1024, n))`.
-        cpu_share: the fraction of those seconds that costs backward processor time: 0 if a network
-            card does the work, `Fit.cpu_share` if ranks occupy every core.
         overlap: False launches everything after backward has ended.
 
     Raises ValueError unless the plan holds every gradient exactly once.
@@ -340,17 +209,14 @@ def simulate(
             f"the plan holds {len(places)} gradient(s) of {len(backward.ready)}, or one twice; "
             "it has to name each place in the order of arrival once"
         )
-    busy: list[tuple[float, float]] = []
     sent, launched, free = [], 0.0, 0.0
     for bucket in plan:
         full = backward.ready[max(bucket)] if overlap else backward.end
-        launched = max(launched, _delayed(full, busy, cpu_share))
+        launched = max(launched, full)
         begun = max(launched, free)
         free = begun + all_reduce(sum(backward.bytes[index] for index in bucket))
-        busy.append((begun, free))
         sent.append((launched, begun, free))
-    compute_end = _delayed(backward.end, busy, cpu_share)
-    return SimulatedStep(tuple(sent), compute_end, max(compute_end, free))
+    return SimulatedStep(tuple(sent), backward.end, max(backward.end, free))
 
 
 def lower_limit(backward: Backward, all_reduce: Callable[[int], float]) -> float:
@@ -359,17 +225,3 @@ def lower_limit(backward: Backward, all_reduce: Callable[[int], float]) -> float
     t₁ is when the first gradient is ready, and C is one all-reduce of all bytes.
     """
     return max(backward.end, backward.ready[0] + all_reduce(sum(backward.bytes)))
-
-
-def _delayed(moment: float, busy: Iterable[tuple[float, float]], cpu_share: float) -> float:
-    """The time at which backward reaches `moment` of its own schedule if `busy` slows it down."""
-    if not cpu_share:
-        return moment  # exactly: the sums below round
-    for begin, end in busy:
-        if moment <= begin:
-            break
-        computed = (1 - cpu_share) * (end - begin)
-        if moment - begin < computed:
-            return begin + (moment - begin) / (1 - cpu_share)
-        moment += cpu_share * (end - begin)
-    return moment

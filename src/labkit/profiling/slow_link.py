@@ -44,22 +44,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from labkit.profiling.cost_model import Link
 from labkit.profiling.wrapped_group import WrappedGroup, bytes_of, future_of
 
 _TIME = struct.Struct("d")
 
 
-def link_seconds(
-    op: str, nbytes: int, world_size: int, bytes_per_second: float, latency: float
-) -> float:
+def link_seconds(op: str, nbytes: int, world_size: int, link: Link) -> float:
     """The cost of one collective on a ring of `world_size` ranks, in seconds.
 
     Args:
         op: its name in `torch.distributed`: all_reduce, reduce_scatter, all_gather, all_to_all,
             broadcast, reduce, gather, or barrier.
         nbytes: the size of each rank's input.
-        bytes_per_second: the rate at which one rank can send, and receive at the same time.
-        latency: seconds per step.
+        link: the latency of a step, and the rate at which one rank sends and receives at once.
 
     Raises NotImplementedError for any other `op`.
     """
@@ -79,7 +77,7 @@ def link_seconds(
             f"a slow link has no cost for {op}; it knows {', '.join(steps_and_bytes)}"
         )
     steps, sent = steps_and_bytes[op]
-    return steps * latency + sent / bytes_per_second
+    return steps * link.latency + sent * link.seconds_per_byte
 
 
 class SlowLink(WrappedGroup):
@@ -106,14 +104,8 @@ class SlowLink(WrappedGroup):
         latency_us: float = 50.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not gbit_per_s > 0 or not latency_us >= 0:
-            raise ValueError(
-                f"gbit_per_s={gbit_per_s}, latency_us={latency_us}: a link needs a positive rate "
-                "and a latency of 0 or more"
-            )
+        self.link = Link.of(gbit_per_s, latency_us)
         super().__init__(group)
-        self.bytes_per_second = gbit_per_s * 1e9 / 8
-        self.latency = latency_us * 1e-6
         self.launches = 0
         self._log, logs = _open_logs(self.inner)
         self._deliveries: SimpleQueue[_Delivery | None] = SimpleQueue()
@@ -125,7 +117,7 @@ class SlowLink(WrappedGroup):
 
     def seconds(self, op: str, nbytes: int) -> float:
         """The cost of one collective on this link; see `link_seconds`."""
-        return link_seconds(op, nbytes, self.size(), self.bytes_per_second, self.latency)
+        return link_seconds(op, nbytes, self.size(), self.link)
 
     def pass_on(self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]) -> Any:
         if elsewhere := [tensor.device for tensor in tensors if tensor.device.type != "cpu"]:

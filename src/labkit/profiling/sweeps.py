@@ -50,8 +50,8 @@ def as_recording(
 ) -> Recording:
     """A simulated step in the form of a recorded one, which `timeline.draw_together` can draw.
 
-    `step` is what `simulate` returned for `backward` and `plan`, with a `cpu_share` of 0; of its
-    seconds, `forward` belong to the forward pass.
+    `step` is what `simulate` returned for `backward` and `plan`; of its seconds, `forward`
+    belong to the forward pass.
     """
     gradients = tuple(
         Gradient(str(place), *gradient)

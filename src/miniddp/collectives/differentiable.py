@@ -13,7 +13,7 @@ forward         output                         backward: the sum over all ranks 
 
 Every rank must reach the backward passes, too, in the same order. If every rank computes the same
 whole loss L from the output, then Σ L_r = W · L, and DDP's average delivers the gradient of L
-without a factor. If ranks compute different losses, the rule of `miniddp.training.losses` applies.
+without a factor. If ranks compute different losses, the rule of `miniddp.losses` applies.
 
 A plain gather with the rank's own slice reinserted needs the factor W instead, and only for the
 parameters before the gather, such as an encoder's. A parameter of the loss itself (a learned

@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from miniddp.comm import this_group
+from miniddp.ddp import is_wrapped
 from miniddp.replicas import broadcast_tensors, verify_same_model
 from miniddp.sharded.fsdp_state import FSDPState
 from miniddp.sharded.param import FSDPParam, Owner
@@ -58,6 +59,14 @@ class FSDPModule:
         """
         for state in states_of(cast(nn.Module, self), recurse):
             state.group.requires_gradient_sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With HSDP: whether the next backwards sum over the replicas, too.
+
+        If not, each rank keeps the sums of its own replica, and the next all-reduce includes them.
+        """
+        for state in states_of(cast(nn.Module, self), recurse):
+            state.group.requires_all_reduce = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the summed gradients of this module's own group by `factor` instead of by W.
@@ -105,9 +114,9 @@ def fully_shard(
             torch, frees those of all modules but the outermost one.
         mp_policy: as in torch: the dtypes to compute, reduce, and return in.
 
-    Raises ValueError for another mesh, for a module that has no forward or has been sharded, and
-    for a parameter that cannot be divided or is tied to one that another call has sharded. Raises
-    RuntimeError on every rank if the ranks' modules differ.
+    Raises ValueError for another mesh, for a module that has no forward, has been sharded, or is
+    wrapped in MiniDDP, and for a parameter that cannot be divided or is tied to one that another
+    call has sharded. Raises RuntimeError on every rank if the ranks' modules differ.
     """
     _check_callable(module)
     install_refusal_of_shards()
@@ -132,7 +141,7 @@ def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _check_callable(module: Any) -> None:
-    """Raise unless `module` is one module, with a forward, that has not been sharded."""
+    """Raise unless `module` is one module, with a forward, neither sharded nor wrapped."""
     if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
         raise ValueError(
             f"a {type(module).__name__} is never called, so fully_shard cannot gather its "
@@ -140,6 +149,11 @@ def _check_callable(module: Any) -> None:
         )
     if isinstance(module, FSDPModule):
         raise ValueError(f"this {type(module).__name__} has been sharded already")
+    if any(map(is_wrapped, module.modules())):
+        raise ValueError(
+            "fully_shard reduces the gradients itself, but a module here is wrapped in MiniDDP or "
+            "DistributedDataParallel: shard the wrapper's .module instead"
+        )
 
 
 def _make_equal(

@@ -14,6 +14,7 @@ from enum import Enum, auto
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import record_function
 
 from miniddp.comm import wait_for
@@ -53,7 +54,8 @@ class FSDPParamGroup:
     ):
         self.params, self.group, self.replicas = list(params), group, replicas
         self.sharded_state = ShardedState.SHARDED
-        self.requires_gradient_sync = True
+        self.requires_gradient_sync = self.requires_all_reduce = True
+        self.partial: dict[torch.dtype, Tensor] = {}  # this replica's sums, not yet all-reduced
         self.gradient_divide_factor: float | None = None
         self.reductions: list[Reduction] = []  # under way
         self.name = ""  # of the module, given by the first forward
@@ -133,7 +135,9 @@ class FSDPParamGroup:
         for dtype, params in sorted(by_dtype.items(), key=lambda item: str(item[0])):
             # As in torch: only a sum of float16 may overflow. Later, there is less to divide.
             first = dtype is torch.float16
-            reduction = Reduction(params, self.group, self.replicas, divisor, first)
+            to = self.replicas if self.requires_all_reduce else None
+            reduction = Reduction(params, self.group, to, divisor, first)
+            reduction.partial = self.partial.pop(dtype, None)
             with self.profiled("copy_in"):
                 reduction.copy_in()
             with self.profiled("reduce_scatter"):
@@ -152,5 +156,8 @@ class FSDPParamGroup:
         for reduction in self.reductions:
             with self.profiled("wait"):
                 reduction.wait()
-            reduction.finish()
+            if reduction.replicas is self.replicas:
+                reduction.finish()
+            else:
+                self.partial[reduction.output.dtype] = reduction.output
         self.reductions = []

@@ -49,6 +49,7 @@ class Reduction:
         self.sizes = [*(param.sharding.chunk_numel for param in params), len(params)]
         self.input: Tensor | None = None  # of the reduce-scatter: a chunk for each rank
         self.output: Tensor  # this rank's chunk of the sum
+        self.partial: Tensor | None = None  # that of earlier backwards, added before the all-reduce
         self.work: dist.Work | None = None
 
     @torch.no_grad()
@@ -84,6 +85,8 @@ class Reduction:
             return
         wait_for(self.work)
         self.work = self.input = None
+        if self.partial is not None:
+            self.output += self.partial
         if self.replicas is not None:
             self.work = dist.all_reduce(self.output, group=self.replicas, async_op=True)
 

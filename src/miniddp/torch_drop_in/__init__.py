@@ -15,12 +15,14 @@ It has the private names that torch's tests, Lightning, Accelerate, and Transfor
 `sparse`             the bucket of a sparse gradient
 `join`, `strict`     ranks that run out of data; errors in the faulty step, on every rank
 `mixed_precision`    compute in low precision, step in full precision
-`compiling`          which wrapper torch.compile splits a graph for
 `keywords`, `log`    the rare keywords as functions; what `_get_ddp_logging_data` returns
 ===================  ============================================================================
 
 The reducers are one chain: TorchReducer → StaticGraphReducer → FastReducer → the core's Reducer.
 A method that overrides one of the core calls `super()` where it extends it.
+
+Here a gradient is divided in three files besides the core's `miniddp.bucket`: `fast`, as a part is
+copied in; `sparse`; and `mixed_precision`, before the sum. With a comm hook, the hook divides.
 """
 
 from miniddp.torch_drop_in.wrapper import DistributedDataParallel

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from miniddp.bucket import Bucket
 from miniddp.replicas import broadcast_tensors
 from miniddp.torch_drop_in.reducer import TorchReducer
 
@@ -25,19 +26,14 @@ class DelayedAllReduce:
 
     def __init__(self, parameters: Sequence[nn.Parameter], trigger: Tensor, reducer: TorchReducer):
         broadcast_tensors(parameters, reducer.process_group, 0)
-        sizes = [parameter.numel() for parameter in parameters]
-        flat = parameters[0].new_zeros(sum(sizes))
-        self.views = [
-            (parameter, part.view(parameter.shape))
-            for parameter, part in zip(parameters, flat.split(sizes), strict=True)
-        ]
+        bucket = self.bucket = Bucket(range(len(parameters)), parameters, as_views=True)
         this = weakref.ref(reducer)
 
         def reduce(gradient: Tensor) -> None:
             reducer = this()
             if reducer is not None and reducer.expects_gradients():
-                flat.div_(reducer.process_group.size())
-                work = dist.all_reduce(flat, group=reducer.process_group, async_op=True)
+                bucket.copy_in(reducer.process_group.size())
+                work = dist.all_reduce(bucket.buffer, group=reducer.process_group, async_op=True)
                 reducer.extra_futures.append(work.get_future())
 
         handle = trigger.register_hook(reduce)
@@ -45,7 +41,7 @@ class DelayedAllReduce:
 
     def set_missing_gradients(self) -> None:
         """Let each missing gradient be a view of the buffer: at the end of each forward."""
-        for parameter, view in self.views:
+        for parameter, view in zip(self.bucket.parameters, self.bucket.views, strict=True):
             if parameter.grad is None:
                 view.zero_()
                 parameter.grad = view

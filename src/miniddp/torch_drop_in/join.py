@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from miniddp.comm import wait_for
+from miniddp.extras.grad_bucket import GradBucket
+from miniddp.replicas import broadcast_tensors
 from miniddp.torch_drop_in.strict import gather_faults
 
 if TYPE_CHECKING:
@@ -55,6 +57,30 @@ def highest_rank(ddp: Any, is_candidate: bool) -> int:
     return int(flag.item())
 
 
+def tell_whether_synced(ddp: Any, is_joined_rank: bool) -> bool | None:
+    """Tell the joined ranks whether this iteration's backward is reduced; they need to know."""
+    wants = not is_joined_rank and ddp.require_backward_grad_sync
+    flag = torch.tensor([float(wants)], device=ddp.device)
+    work = dist.all_reduce(flag, group=ddp.process_group, async_op=True)
+    if not is_joined_rank:
+        return None
+    wait_for(work)
+    return flag.item() != 0
+
+
+def refuse_to_join(ddp: Any) -> None:
+    """Raise ValueError for settings that let the inputs decide what is sent."""
+    for setting, is_set in (
+        ("skip_all_reduce_unused_params", ddp.skip_all_reduce_unused_params),
+        ("delay_all_reduce_named_params", ddp._delayed is not None),
+    ):
+        if is_set:
+            raise ValueError(
+                f"{setting} does not go with join(): a rank without inputs cannot know what "
+                "the others send. Leave one of the two out."
+            )
+
+
 class DDPJoinHook(JoinHook):
     """On a rank that has joined: answers the collectives of the others, in their order.
 
@@ -69,8 +95,8 @@ class DDPJoinHook(JoinHook):
         ddp, reducer = self.ddp, self.ddp.reducer
         reducer.rebuild_buckets()
         if ddp._check_sync_bufs_pre_fwd():
-            ddp._sync_module_buffers(highest_rank(ddp, False))
-        synced = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+            ddp.sync_buffers_from(highest_rank(ddp, False))
+        synced = tell_whether_synced(ddp, is_joined_rank=True)
         ddp.require_forward_param_sync = synced
         if not synced:
             return
@@ -82,25 +108,27 @@ class DDPJoinHook(JoinHook):
             exchange_firings(reducer)
             return
         if reducer.find_unused_parameters:
-            self.use_nothing()
+            used = torch.zeros(len(reducer.parameters), dtype=torch.int32, device=reducer.device)
+            wait_for(dist.all_reduce(used, group=reducer.process_group, async_op=True))
         if ddp.strict and (message := gather_faults(reducer, [])):
             raise reducer.error(message)
-        reducer._push_all_rebuilt_params()
+        if not reducer.order:  # be ready to take rank 0's plan at the next rebuild
+            reducer.order = list(range(len(reducer.parameters)))
 
     def reduce_zeros(self) -> None:
         """Answer the reduction of each bucket, by zeros."""
         reducer = self.ddp.reducer
-        zeros = reducer._get_zeros_like_grad_buckets()
+        count = len(reducer.buckets)
+        zeros = [GradBucket(b, n, count, b.zeros()) for n, b in enumerate(reducer.buckets)]
         for future in [reducer.run_comm_hook(bucket) for bucket in zeros]:
             future.wait()
 
-    def use_nothing(self) -> None:
-        """Answer the search for unused parameters; none is used here."""
-        reducer = self.ddp.reducer
-        nothing = [0] * len(reducer.parameters)
-        used = torch.tensor(nothing, dtype=torch.int32, device=reducer.device)
-        wait_for(dist.all_reduce(used, group=reducer.process_group, async_op=True))
-
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All have joined."""
-        self.ddp._sync_final_model(is_last_joiner)
+        """All have joined: take the model of a rank that joined last, which took every step."""
+        ddp = self.ddp
+        if ddp.mixed_precision is not None:
+            ddp._precision.restore_full_precision()
+        ddp._authoritative_rank = highest_rank(ddp, is_last_joiner)
+        buffers = ddp.synced_buffers() if ddp.broadcast_buffers else {}
+        state = ddp.synced_parameters() | buffers
+        broadcast_tensors(list(state.values()), ddp.process_group, ddp._authoritative_rank)

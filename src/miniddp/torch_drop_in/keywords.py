@@ -105,18 +105,16 @@ def check_comm_hook(hook: Any, error: Callable[[str, type[Exception]], Exception
         raise error("Communication hook must be callable.", TypeError)
     signature = inspect.signature(hook)
     if "bucket" not in signature.parameters:
-        text = f"Communication hook: its second argument must be named bucket, found {signature}."
-        raise error(text, ValueError)
+        text = f"its second argument must be named bucket, found {signature}."
+        raise error(f"Communication hook: {text}", ValueError)
     bucket = signature.parameters["bucket"].annotation
-    if bucket not in (inspect.Parameter.empty, dist.GradBucket) and not (
-        isinstance(bucket, type) and bucket.__name__ == "GradBucket"
-    ):
-        text = "Communication hook: bucket annotation should be dist.GradBucket."
-        raise error(text, ValueError)
-    returned = signature.return_annotation
-    if returned not in (inspect.Signature.empty, Future[Tensor]):
-        text = "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
-        raise error(text, ValueError)
+    named = isinstance(bucket, type) and bucket.__name__ == "GradBucket"
+    if bucket not in (inspect.Parameter.empty, dist.GradBucket) and not named:
+        text = "bucket annotation should be dist.GradBucket."
+        raise error(f"Communication hook: {text}", ValueError)
+    if signature.return_annotation not in (inspect.Signature.empty, Future[Tensor]):
+        text = "return annotation should be torch.futures.Future[torch.Tensor]."
+        raise error(f"Communication hook: {text}", ValueError)
 
 
 def group_of(

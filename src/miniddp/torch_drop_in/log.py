@@ -24,11 +24,6 @@ _ENVIRONMENT_OF_GLOO = {
 }
 
 
-def gloo_threads() -> int:
-    """The threads of a gloo process group. Torch has no public way to ask; this is the only use."""
-    return int(dist.ProcessGroupGloo._Options()._threads)
-
-
 class Log:
     """The data of `_get_ddp_logging_data`; an iteration's times are read at the next forward."""
 
@@ -45,13 +40,11 @@ class Log:
 
     def forward_begins(self) -> None:
         """Read the times of the iteration that ended; count the one that begins."""
-        if self._is_sampled(self.iteration) and self.iteration > 0:
+        sampled = self.iteration <= self._FULLY_SAMPLED or self.iteration % self.sample_rate == 0
+        if sampled and self.iteration > 0:
             self._sample()
         self.reducer.times["forward_start"] = perf_counter_ns()
         self.iteration += 1
-
-    def _is_sampled(self, iteration: int) -> bool:
-        return iteration <= self._FULLY_SAMPLED or iteration % self.sample_rate == 0
 
     def _sample(self) -> None:
         times = self.reducer.times
@@ -91,7 +84,8 @@ class Log:
         backend = ddp.process_group.name()
         if backend == "gloo":
             environment |= _ENVIRONMENT_OF_GLOO
-            self.logging_data["gloo_num_threads"] = gloo_threads()
+            # There is no public way to ask; this is the only use.
+            self.logging_data["gloo_num_threads"] = int(dist.ProcessGroupGloo._Options()._threads)
         data = {
             "iteration": self.iteration,
             "world_size": ddp.process_group.size(),
@@ -100,7 +94,7 @@ class Log:
             "device_ids": ", ".join(map(str, ddp.device_ids or ())),
             "output_device": -1 if ddp.output_device is None else ddp.output_device,
             "broadcast_buffers": int(ddp.forward_sync_buffers),
-            "is_multi_device_module": int(ddp.is_multi_device_module),
+            "is_multi_device_module": int(len({p.device for p in reducer.parameters}) > 1),
             "has_sync_bn": int(any("SyncBatchNorm" in type(m).__name__ for m in ddp.modules())),
             "bucket_cap_bytes": ddp.bucket_bytes_cap,
             "find_unused_parameters": int(ddp.find_unused_parameters),

@@ -4,8 +4,7 @@
 buckets, and gradients kept by distributed autograd (RPC). It can divide by the number of ranks that
 still have inputs, and it records the times that `_get_ddp_logging_data` reports.
 
-The methods with a leading underscore are those of `torch.distributed.Reducer`: torch's tests, its
-Join, and its optimizers call some of them.
+The last methods have the names of `torch.distributed.Reducer`.
 
 Source: torch/csrc/distributed/c10d/{reducer,logger}.cpp.
 """
@@ -136,7 +135,7 @@ class TorchReducer(StaticGraphReducer):
     def run_comm_hook(self, bucket: GradBucket) -> Future:
         """Start the registered comm hook, or else the all-reduce, of one bucket."""
         if self.comm_hook is None:
-            return self.run_allreduce_hook(bucket)
+            return self._run_allreduce_hook(bucket)
         hook, state = self.comm_hook
         future = hook(state, bucket)
         if isinstance(future, dist.Work) or not hasattr(future, "wait"):
@@ -146,7 +145,7 @@ class TorchReducer(StaticGraphReducer):
             )
         return future
 
-    def run_allreduce_hook(self, bucket: GradBucket) -> Future:
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Future:
         """The sum over all ranks, in place; the future's value is a list of the bucket's buffer."""
         work = dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
         return work.get_future()
@@ -212,58 +211,16 @@ class TorchReducer(StaticGraphReducer):
             parameter.grad = before
         self.rpc_context = None
 
-    # Torch's names -------------------------------------------------------------------------------
-
-    def _reset_state(self) -> None:
-        self.has_rebuilt_bucket = False
-        self.reset_state()
-
-    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        self.process_group = self.usage.process_group = new_process_group
-        self.rank = new_process_group.rank()
-        self._reset_state()
-
-    def _delay_all_reduce(self) -> None:
-        self.learn_graph()
-
-    def prepare_for_forward(self) -> None:
-        """torch starts its timer here; there is nothing to prepare."""
-
-    def _run_allreduce_hook(self, bucket: Any) -> Future:
-        return self.run_allreduce_hook(bucket)
+    # The names that torch's tests and optimizers, Accelerate, and Lightning call ------------------
 
     def _rebuild_buckets(self) -> bool:
         return self.rebuild_buckets()
 
-    def _push_all_rebuilt_params(self) -> None:
-        """On a rank that saw no gradients: be ready to take rank 0's plan at the next rebuild."""
-        if not self.order:
-            self.order = list(range(len(self.parameters)))
-
-    def _get_zeros_like_grad_buckets(self) -> list[Any]:
-        """The buckets in launch order, full of zeros: what a rank without inputs contributes."""
-        return [
-            GradBucket(bucket, number, len(self.buckets), bucket.zeros())
-            for number, bucket in enumerate(self.buckets)
-        ]
+    def _delay_all_reduce(self) -> None:
+        self.learn_graph()
 
     def _get_local_used_map(self) -> Tensor:
         return self.usage.counts
 
-    def _set_static_graph(self) -> None:
-        self.expect_static_graph()
-
-    def _set_optimizer_in_backward(self) -> None:
-        # The optimizer has used up the gradients that are None by then.
-        self.usage.creates_gradients = False
-
     def _ddp_graph_static(self) -> bool:
         return self.same_unused_so_far
-
-    def _check_reducer_finalized(self) -> None:
-        if self.state is ReducerState.READY:
-            self.enter(ReducerState.REDUCING)
-        self.ensure_prior_reduction_finished()
-
-    def _remove_autograd_hooks(self) -> None:
-        self.remove_hooks()

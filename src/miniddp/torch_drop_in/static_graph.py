@@ -62,11 +62,8 @@ class StaticGraphReducer(FastReducer):
                 self.firings[index] += 1
                 return False
         if not super().expect_autograd_hook(index):
-            if (
-                self.state is ReducerState.IDLE
-                and not self.learns_graph
-                and self.firings[index] == 0
-            ):
+            idle = self.state is ReducerState.IDLE and not self.learns_graph
+            if idle and self.firings[index] == 0:
                 raise self.error(_graph_changed(self.names[index], index, self.rank))
             return False
         self.pending_firings[index] -= 1

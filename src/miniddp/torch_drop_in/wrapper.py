@@ -6,8 +6,7 @@ This file adds to the wrapper of `miniddp.ddp`:
 - the rare keywords, and forwards for torch.compile and for mixed precision,
 - comm hooks by torch's rules, and optimizers in backward,
 - uneven inputs (Join), copies, and pickles,
-- the methods with a leading underscore that torch's own wrapper has: torch's tests, Lightning,
-  Accelerate, and Transformers call some of them.
+- of the private methods of torch's wrapper, those that torch's tests or a library call.
 
 It behaves like torch/nn/parallel/distributed.py.
 """
@@ -16,7 +15,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -28,18 +27,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from miniddp import errors
 from miniddp.buckets import MIB, bucket_caps
-from miniddp.comm import wait_for
 from miniddp.ddp import disable_dynamo
 from miniddp.reducer import ReducerState
-from miniddp.replicas import broadcast_tensors
 from miniddp.torch_drop_in.buffers import BufferSync
-from miniddp.torch_drop_in.compiling import active, active_wrapper
 from miniddp.torch_drop_in.delayed import DelayedAllReduce
-from miniddp.torch_drop_in.join import DDPJoinHook, highest_rank, learn_and_share
+from miniddp.torch_drop_in.join import (
+    DDPJoinHook,
+    learn_and_share,
+    refuse_to_join,
+    tell_whether_synced,
+)
 from miniddp.torch_drop_in.keywords import (
     check_comm_hook,
     devices_of,
@@ -62,14 +62,14 @@ class DistributedDataParallel(BufferSync, Joinable):
     Args:
         module: the same on every rank; its trainable parameters are reduced.
         device_ids, output_device: for a module on one GPU, that GPU; inputs are moved to it.
-        dim: only kept, as in torch.
+        dim: without effect, as in torch with one device per process.
         broadcast_buffers: torch deprecates it in favor of `forward_sync_buffers`. False also leaves
             out the broadcast of buffers at construction.
         init_sync: verify and broadcast the model at construction.
         process_group: the ranks that take part; the default group when None.
         bucket_cap_mb: the buckets' size in MiB; when None, 1 for the first and 25 for the others.
         find_unused_parameters: for models in which a forward may leave parameters unused.
-        check_reduction: without effect, as in torch.
+        check_reduction: without effect, as in torch, which deprecates it.
         gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
         static_graph: every iteration uses the same parameters, each as often as in the first.
         delay_all_reduce_named_params, param_to_hook_all_reduce: (name, parameter) pairs that are
@@ -94,9 +94,9 @@ class DistributedDataParallel(BufferSync, Joinable):
             `device_mesh` is combined with parameters that are DTensors.
     """
 
+    takes_wrappers = True
     _divide_by_initial_world_size = True
     _joins_uneven_inputs = False
-    _has_rebuilt_buckets = False
     _lazy_init_ran = False
     broadcast_bucket_size = 250 * MIB
     reducer: TorchReducer
@@ -134,7 +134,7 @@ class DistributedDataParallel(BufferSync, Joinable):
         if device_mesh is not None:
             self.device_mesh = device_mesh
         # What MiniDDP's constructor, called below, needs to know.
-        self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
+        self.device_ids, self.output_device = device_ids, output_device
         delayed = {name for name, _ in delay_all_reduce_named_params or ()}
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore = ignored | delayed
@@ -142,11 +142,8 @@ class DistributedDataParallel(BufferSync, Joinable):
         self._starts_static = static_graph  # asked for by keyword, before the reducer exists
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.batched_grad_copy = batched_grad_copy
-        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.bucket_cap_mb_list = bucket_cap_mb_list
         self.strict = strict
-        self.check_reduction = check_reduction
         self._delayed_pairs = delay_all_reduce_named_params, param_to_hook_all_reduce
         synced, self._syncs_buffers_now = synced_buffers_at(broadcast_buffers, forward_sync_buffers)
         super().__init__(
@@ -168,12 +165,6 @@ class DistributedDataParallel(BufferSync, Joinable):
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
                 "same time."
             )
-        if self.check_reduction:
-            warnings.warn(
-                "The `check_reduction` argument is deprecated. Please avoid using it.",
-                FutureWarning,
-                stacklevel=errors.stacklevel_of_caller(),
-            )
         self._refuse_to_delay_everything()
         super().resolve_settings()
         parameters = self.synced_parameters()
@@ -192,7 +183,6 @@ class DistributedDataParallel(BufferSync, Joinable):
         self.caps = bucket_caps(self.bucket_cap_mb_list or self.bucket_cap_mb)
         self.bucket_bytes_cap = max(self.caps)
         self.bucket_bytes_cap_list = list(self.caps) if self.bucket_cap_mb_list else []
-        self.bucket_bytes_cap_default = self.bucket_cap_mb is None and not self.bucket_cap_mb_list
 
     def _refuse_to_delay_everything(self) -> None:
         trainable = any(p.requires_grad for p in self.module.parameters())
@@ -210,7 +200,7 @@ class DistributedDataParallel(BufferSync, Joinable):
             if self.device_type == "cpu" and type(layer) is SyncBatchNorm:
                 raise ValueError(
                     f"SyncBatchNorm layers only work with GPU modules, but {name} is on the CPU; "
-                    "miniddp.training.SyncBatchNorm works there"
+                    "miniddp.sync_batch_norm.SyncBatchNorm works there"
                 )
 
     def state_to_broadcast(self) -> dict[str, Tensor]:
@@ -218,7 +208,8 @@ class DistributedDataParallel(BufferSync, Joinable):
         return self.synced_parameters() | buffers
 
     def common_settings(self) -> dict[str, Any]:
-        names, sparse = list(self._parameter_names().values()), self._reduced()[1]
+        parameters, sparse = self._build_params_for_reducer()
+        names = self._build_debug_param_to_name_mapping(parameters).values()
         settings = super().common_settings()
         settings["broadcast_buffers (or forward_sync_buffers)"] = settings.pop("broadcast_buffers")
         return settings | {
@@ -241,7 +232,7 @@ class DistributedDataParallel(BufferSync, Joinable):
     def _without_ignored(self, named: dict[str, Any]) -> dict[str, Any]:
         return {name: t for name, t in named.items() if name not in self.parameters_to_ignore}
 
-    def _reduced(self) -> tuple[list[nn.Parameter], list[bool]]:
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """The parameters to reduce, each once, and whether each one's gradient is sparse."""
         found: dict[nn.Parameter, bool] = {}
         for prefix, module in self.module.named_modules():
@@ -250,13 +241,6 @@ class DistributedDataParallel(BufferSync, Joinable):
                 if parameter.requires_grad and name not in self.parameters_to_ignore:
                     found.setdefault(parameter, sparse)
         return list(found), list(found.values())
-
-    def _parameter_names(self) -> dict[int, str]:
-        return self._build_debug_param_to_name_mapping(self._reduced()[0])
-
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        self._assign_modules_buffers()
-        return self._reduced()
 
     def _build_debug_param_to_name_mapping(
         self, parameters: Sequence[nn.Parameter]
@@ -301,7 +285,6 @@ class DistributedDataParallel(BufferSync, Joinable):
             delayed = [parameter for _, parameter in named]
             self._delayed = DelayedAllReduce(delayed, trigger, self.reducer)
         self._lazy_init_ran = False
-        self._has_rebuilt_buckets = False
         self._comm_hooks: list[tuple[Callable, Any]] = []
         self.logger = Log(self)
         if self.mixed_precision is not None:
@@ -311,22 +294,20 @@ class DistributedDataParallel(BufferSync, Joinable):
 
     # Forward --------------------------------------------------------------------------------------
 
-    @partial(disable_dynamo, recursive=False)
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """`MiniDDP.forward`, in a profiler range named as in torch's wrapper."""
-        with torch.profiler.record_function("DistributedDataParallel.forward"):
-            return super().forward(*inputs, **kwargs)
-
     @disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self._before_forward()
+        if not self._lazy_init_ran:
+            self._lazy_init_ran = True
+            self._setup_in_backward_optimizers()
+        if self.mixed_precision is not None and self.reducer.state is ReducerState.IDLE:
+            self._precision.restore_full_precision()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.logger.forward_begins()
         participants = Join.notify_join_context(self)
         self.reducer.participants = None if self._divide_by_initial_world_size else participants
-        rebuilt = self.reducer.has_rebuilt_bucket
         inputs, kwargs = super()._pre_forward(*inputs, **kwargs)
-        self._has_rebuilt_buckets |= self.reducer.has_rebuilt_bucket and not rebuilt
         if self._join_config.enable:
-            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+            tell_whether_synced(self, is_joined_rank=False)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = moved_to((inputs, kwargs), device)
@@ -334,18 +315,6 @@ class DistributedDataParallel(BufferSync, Joinable):
             self._precision.use_low_precision()
             inputs, kwargs = self._precision.cast((inputs, kwargs))
         return inputs, kwargs
-
-    def _before_forward(self) -> None:
-        if not self._lazy_init_ran:
-            self._lazy_init()
-        if self.mixed_precision is not None and self.reducer.state is ReducerState.IDLE:
-            self._precision.restore_full_precision()
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.logger.forward_begins()
-
-    def _lazy_init(self) -> None:
-        self._setup_in_backward_optimizers()
-        self._lazy_init_ran = True
 
     @disable_dynamo
     def _post_forward(self, output: Any) -> Any:
@@ -377,25 +346,25 @@ class DistributedDataParallel(BufferSync, Joinable):
         if not self.strict:
             super().report_unsynchronized()
 
-    def _inside_ddp_forward(self) -> AbstractContextManager[None]:
-        return active(self)
+    @contextmanager
+    @partial(disable_dynamo, recursive=False)
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """Tell Dynamo whose forward runs: it splits a compiled module's graph at its bucket caps.
+
+        Without the split, all gradients would arrive at the very end of backward. Dynamo asks
+        torch's class; there is no public way.
+        """
+        outer = TorchDistributedDataParallel._active_ddp_module
+        TorchDistributedDataParallel._active_ddp_module = self
+        try:
+            yield
+        finally:
+            TorchDistributedDataParallel._active_ddp_module = outer
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
-        return active_wrapper()
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int]) -> Any:
-        """Inputs for each device, split along `dim`."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """Inputs moved to one device, in a list of one."""
-        device = torch.device(self.device_type, device_id)
-        return (moved_to(inputs, device),), (moved_to(kwargs, device),)
-
-    def gather(self, outputs: Any, output_device: int) -> Any:
-        """Outputs of several devices, joined along `dim`."""
-        return gather(outputs, output_device, dim=self.dim)
+        # Dynamo asks this class where it stands in torch's place.
+        return TorchDistributedDataParallel._active_ddp_module
 
     # Comm hooks and optimizers --------------------------------------------------------------------
 
@@ -442,11 +411,7 @@ class DistributedDataParallel(BufferSync, Joinable):
         # The module imports torch's own wrapper, so it is imported when it is needed.
         from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 
-        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
-        try:
-            overlapped.register_ddp(self)
-        except NotImplementedError as error:
-            raise RuntimeError(f"{optim} does not support overlapped DDP.") from error
+        _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
 
     def _setup_in_backward_optimizers(self) -> None:
         """Take over from `apply_optimizer_in_backward`: step after the reduction, not before."""
@@ -464,7 +429,8 @@ class DistributedDataParallel(BufferSync, Joinable):
         hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
         # Not noted among the hooks that a copy takes over: it sets up its own.
         self._set_comm_hook(hook, weakref.ref(self), hook.__qualname__)
-        self.reducer._set_optimizer_in_backward()
+        # The optimizer has used up the gradients that are None by then.
+        self.reducer.usage.creates_gradients = False
 
     # Uneven inputs (Join) -------------------------------------------------------------------------
 
@@ -498,7 +464,7 @@ class DistributedDataParallel(BufferSync, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What this wrapper does on a rank that has joined; called by `Join`."""
-        self._refuse_to_join()
+        refuse_to_join(self)
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         self._joins_uneven_inputs = True
         return DDPJoinHook(self)
@@ -510,38 +476,6 @@ class DistributedDataParallel(BufferSync, Joinable):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         return self.process_group
-
-    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
-        """Tell the joined ranks whether this iteration's backward is reduced; they need to know."""
-        wants = not is_joined_rank and self.require_backward_grad_sync
-        flag = torch.tensor([float(wants)], device=self.device)
-        work = dist.all_reduce(flag, group=self.process_group, async_op=True)
-        if not is_joined_rank:
-            return None
-        wait_for(work)
-        return flag.item() != 0
-
-    def _refuse_to_join(self) -> None:
-        """Raise ValueError for settings that let the inputs decide what is sent."""
-        for setting, is_set in (
-            ("skip_all_reduce_unused_params", self.skip_all_reduce_unused_params),
-            ("delay_all_reduce_named_params", self._delayed is not None),
-        ):
-            if is_set:
-                raise ValueError(
-                    f"{setting} does not go with join(): a rank without inputs cannot know what "
-                    "the others send. Leave one of the two out."
-                )
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        """Take the model of a rank that joined last: it has taken every step."""
-        if self.mixed_precision is not None:
-            self._precision.restore_full_precision()
-        self._authoritative_rank = highest_rank(self, is_last_joiner)
-        state: dict[str, Tensor] = dict(self.synced_parameters())
-        if self.forward_sync_buffers:
-            state |= self.synced_buffers()
-        broadcast_tensors(list(state.values()), self.process_group, self._authoritative_rank)
 
     # Settings -------------------------------------------------------------------------------------
 
@@ -562,23 +496,26 @@ class DistributedDataParallel(BufferSync, Joinable):
         self.reducer.expect_static_graph()
         if self.find_unused_parameters:
             warnings.warn(
-                "You passed find_unused_parameters=true to DistributedDataParallel, "
-                "`_set_static_graph` will detect unused parameters automatically, so you do not "
-                "need to set find_unused_parameters=true, just be sure these unused parameters "
-                "will not change during training loop while calling `_set_static_graph`.",
+                "You passed find_unused_parameters=true to DistributedDataParallel, but a static "
+                "graph detects them by itself, if they do not change during training.",
                 stacklevel=errors.stacklevel_of_caller(),
             )
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self.reducer.has_rebuilt_bucket
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         self._ddp_sink_clone = val
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Use another group of ranks from the next forward on, and rebuild the buckets."""
-        self._has_rebuilt_buckets = False
-        self.reducer._reset_state()
+        self.reducer.has_rebuilt_bucket = False
+        self.reducer.reset_state()
         if new_process_group is not dist.GroupMember.NON_GROUP_MEMBER:
             self.process_group = new_process_group
-            self.reducer._update_process_group(new_process_group)
+            self.reducer.process_group = self.reducer.usage.process_group = new_process_group
+            self.reducer.rank = new_process_group.rank()
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -597,36 +534,24 @@ class DistributedDataParallel(BufferSync, Joinable):
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
 
-    @property
-    def _module_parameters(self) -> list[nn.Parameter]:
-        return list(self.synced_parameters().values())
-
-    @property
-    def is_multi_device_module(self) -> bool:
-        return len({parameter.device for parameter in self._module_parameters}) > 1
-
-    @property
-    def _distributed_rank(self) -> int:
-        return self.process_group.rank()
-
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_hooks()
 
     def _check_reducer_finalized(self) -> None:
-        self.reducer._check_reducer_finalized()
+        """Raise RuntimeError if the last announced backward lacks gradients."""
+        if self.reducer.state is ReducerState.READY:
+            self.reducer.enter(ReducerState.REDUCING)
+        self.reducer.ensure_prior_reduction_finished()
 
-    def _check_default_group(self) -> None:
+    # Copies and pickles: the module, the settings, and a comm hook, with a new reducer ------------
+
+    def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:
             raise RuntimeError(
                 "DDP Pickling/Unpickling are only supported when using DDP with the default "
                 "process group. That is, when you have called init_process_group and have not "
                 "passed process_group argument to DDP constructor"
             )
-
-    # Copies and pickles: the module, the settings, and a comm hook, with a new reducer ------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._check_default_group()
         if self._delayed:
             raise RuntimeError(
                 "a MiniDDP with delay_all_reduce_named_params cannot be copied: its delayed "

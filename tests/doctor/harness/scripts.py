@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+STORED = Path(__file__).resolve().parents[1] / "scripts"
 CORPUS = Path(__file__).resolve().parents[3] / "surveys/doctor/corpus"
 FIELDS = re.compile(r"(\w+)=(\S+)")
 TITLE = re.compile(r"^=== (\w+)(.*)$", re.MULTILINE)
@@ -37,6 +38,31 @@ class Script:
     @property
     def broken(self) -> bool:
         return bool(self.expected)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A script of `tests/doctor/scripts`: what it is found to be, and a part of the reason."""
+
+    script: Script
+    verdict: str
+    why: str
+
+    @classmethod
+    def of(cls, name: str, **replaced: str) -> Self:
+        """By its name. `old=new`: with other words in it, which have to be there."""
+        first, body = (STORED / f"{name}.py").read_text().split("\n", 1)
+        start = (STORED / "start.py").read_text()
+        head, _ = start.split("\n# A wrapped model", 1)
+        before = "" if "(whole)" in first else head if "(head only)" in first else start
+        text = f"{before}\n{body}"
+        for old, new in replaced.items():
+            assert old in text, f"{name} has no {old!r}"
+            text = text.replace(old, new)
+        launch = "spawn" if "(whole)" in first else "torchrun"
+        header = f"# doctor: expect=none ranks=2 launch={launch}"
+        verdict, _, why = re.sub(r" \((whole|head only)\)", "", first[2:]).partition(": ")
+        return cls(Script.of("train", f"{header}\n{text}"), verdict, why)
 
 
 def corpus(folder: Path = CORPUS) -> list[Script]:

@@ -77,7 +77,9 @@ def test_every_control_can_be_reached_and_shows_where_the_focus_is(open_figure, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_changed_state_is_in_the_address_and_the_address_brings_it_back(open_figure, name):
+def test_a_changed_state_is_in_the_address_which_can_be_copied_and_brings_it_back(
+    open_figure, name
+):
     opened = open_figure(name)
     figure = opened.page.locator(f"#playable-{name}")
     start = opened.page.evaluate(STATE, name)
@@ -94,17 +96,11 @@ def test_a_changed_state_is_in_the_address_and_the_address_brings_it_back(open_f
     _, state = opened.page.url.split(f"#{name}:")
     again = open_figure(name, state, beside=True)
     assert again.page.evaluate(STATE, name) == changed
+    figure.get_by_role("button", name="Copy link").click()
+    said = re.compile("Link copied|Copy this link: file:")
+    expect(figure.locator(".figure-note")).to_have_text(said)
     figure.get_by_role("button", name="Reset").click()
     assert opened.page.evaluate(STATE, name) == start
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_copy_link_says_what_it_did(open_figure, name):
-    figure = open_figure(name).page.locator(f"#playable-{name}")
-    figure.get_by_role("button", name="Copy link").click()
-    expect(figure.locator(".figure-note")).to_have_text(
-        re.compile("Link copied|Copy this link: file:")
-    )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -52,8 +52,6 @@ def test_it_starts_with_a_missing_gradient_and_one_repair_reaches_only_its_own_s
     expect_what_the_logic_says(opened, MISSING)
     opened.page.get_by_role("button", name="Insert here").click()
     expect_what_the_logic_says(opened, (MISSING[0], "ra12f.rb12f.rb22f.rb32f"))
-    assert opened.errors == []
-    assert opened.external == []
 
 
 def test_every_repair_can_be_made_with_the_keyboard_alone(open_figure):

@@ -1,9 +1,15 @@
 """Chapters are executed whole, written whole, and never over something else."""
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
+from processes import all_end, becomes
 
 from labkit.book.chapters import copy_pages, execute, execute_book, progress, update
 
@@ -50,6 +56,26 @@ def test_a_chapter_that_fails_is_named_and_leaves_no_stale_copy(tmp_path):
         with pytest.raises(SystemExit, match=f"c.ipynb.*(?s:.*){said}"):
             execute_book(tmp_path / "book", tmp_path / "out")
         assert not (tmp_path / "out" / "c.ipynb").exists()
+
+
+def test_ctrl_c_says_so_and_ends_the_chapters_that_run_within_seconds(tmp_path):
+    waits = "import os, pathlib, time\npathlib.Path('pid').write_text(f'{os.getpid()}.')\n"
+    for name in ("one", "two"):
+        notebook(tmp_path / name / "c.ipynb", waits + "time.sleep(280)")
+    command = [sys.executable, "-m", "labkit.book.chapters", "update", *tmp_path.glob("*/c.ipynb")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        pids = [tmp_path / name / "pid" for name in ("one", "two")]
+        assert becomes(lambda: all(p.exists() and p.read_text()[-1:] == "." for p in pids), 200)
+        kernels = [psutil.Process(int(p.read_text()[:-1])).pid for p in pids]
+        running.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        try:
+            assert running.wait(60) == 130
+        finally:
+            running.kill()
+        assert time.monotonic() - began < 20  # 3 on a quiet machine
+        assert "Interrupted: ending the chapters that run." in running.stderr.read()
+    assert all_end(kernels)
 
 
 def test_a_file_that_is_json_but_no_notebook_is_named_beside_the_others(tmp_path, capsys):

@@ -16,9 +16,9 @@ from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import LocalPortCache
 from processes import all_end, becomes
 
-from labkit.launch.forked_process import ForkedProcess
 from labkit.launch.forks import SHARED
 from labkit.launch.kernels import AsyncKernelThroughFiles, KernelThroughFiles
+from labkit.launch.popen import ForkedPopen
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ class Running:
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[Running]:
     kernel = Running(tmp_path)
-    assert isinstance(kernel.manager.provisioner.process, ForkedProcess)
+    assert isinstance(kernel.manager.provisioner.process, ForkedPopen)
     yield kernel
     kernel.stop()
 
@@ -118,7 +118,7 @@ def test_a_forked_kernel_has_the_state_of_a_new_one(tmp_path, monkeypatch):
             monkeypatch.delenv(SHARED)  # a new interpreter
         kernel = Running(tmp_path)
         try:
-            assert isinstance(kernel.manager.provisioner.process, ForkedProcess) == shared
+            assert isinstance(kernel.manager.provisioner.process, ForkedPopen) == shared
             states.append(kernel.value(STATE))
         finally:
             kernel.stop()

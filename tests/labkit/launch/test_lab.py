@@ -28,7 +28,7 @@ def test_the_largest_number_of_any_rank_is_known_to_all_and_a_nan_is_the_largest
         ("auto", 2, ("cuda:0", "cuda:1"), "cpu:gloo,cuda:nccl"),
         ("auto", 1, ("cpu", "cpu"), "gloo"),
         ("cuda", 8, ("cuda:0", "cuda:1"), "cpu:gloo,cuda:nccl"),
-        ("cuda", 1, ("cuda:0", "cuda:0"), "gloo"),
+        ("cuda", 2, ("cuda:0", "cuda:1", "cuda:0"), "gloo"),
         ("cpu", 2, ("cpu", "cpu"), "gloo"),
     ],
 )
@@ -36,7 +36,7 @@ def test_ranks_have_their_own_gpus_or_the_cpu_and_share_gpus_only_when_told_to(
     monkeypatch, asked, gpus, devices, backend
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert choose_devices(2, asked, "device") == (devices, backend)
+    assert choose_devices(len(devices), asked, "device") == (devices, backend)
 
 
 @pytest.mark.parametrize(("asked", "said"), [("cuda", "torch finds no GPU"), ("gpu", "must be")])

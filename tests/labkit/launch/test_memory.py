@@ -1,7 +1,8 @@
-"""No more ranks than memory holds, and imports without the garbage collector."""
+"""No more ranks and workers than memory holds, and imports without the garbage collector."""
 
 import gc
 import importlib
+import os
 import subprocess
 import sys
 
@@ -80,6 +81,29 @@ def test_the_limit_of_a_control_group_counts(
     assert available_memory() == 630
     (group / limit).write_text("max\n")
     assert available_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "gigabytes", "number"),
+    [
+        (2, None, 24, 3),
+        (8, None, 24, 9),
+        (8, "max 100000", 24, 9),
+        (64, "250000 100000", 24, 3),  # a container that may use two and a half cores
+        (8, None, 4, 2),
+        (8, None, 0.5, 1),
+        (1, "50000 100000", 24, 2),
+    ],
+)
+def test_the_number_follows_the_cores_the_container_and_the_memory(
+    cores, quota, gigabytes, number, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setattr(memory, "available_memory", lambda: int(gigabytes * 1e9))
+    monkeypatch.setattr(memory, "_QUOTA", tmp_path / "cpu.max")
+    if quota:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert memory.workers() == number
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ import pytest
 from processes import all_end, becomes
 
 from labkit.launch import forks, user_sockets
-from labkit.launch.forked_process import ForkedProcess
 from labkit.launch.forks import (
     NOT_SHARED,
     SHARED,
@@ -28,6 +27,7 @@ from labkit.launch.forks import (
     is_shared,
     shared_server,
 )
+from labkit.launch.popen import ForkedPopen
 
 # These tests need no torch in the server: it starts at once.
 BARE = "from labkit.launch import fork_server; fork_server.LOADED = ()\n"
@@ -198,7 +198,7 @@ def test_a_server_with_more_modules_is_forked_from_it_once_for_all(shared):
 
 def test_a_process_that_has_just_started_can_be_killed(shared):
     for _ in range(100):
-        process = ForkedProcess(ForkServer(), time.sleep, 300)
+        process = ForkedPopen(ForkServer(), time.sleep, 300)
         process.kill()
         assert process.wait(30) == -signal.SIGKILL
 

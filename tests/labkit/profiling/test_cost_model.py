@@ -1,4 +1,4 @@
-"""The cost model: the algorithms' own counts, fits that find what went in, steps done by hand."""
+"""The cost model: the algorithms' own counts, and steps done by hand."""
 
 from unittest import mock
 
@@ -14,14 +14,10 @@ from labkit.profiling.cost_model import (
     MIB,
     Backward,
     Link,
-    Measurement,
     backward_of,
-    fit,
-    gloo,
     hierarchical_seconds,
     least_bytes,
     lower_limit,
-    measure_all_reduce,
     ring,
     simulate,
     tree,
@@ -57,7 +53,7 @@ def messages(rank: int, world_size: int) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("world_size", [1, 4, 6])
 def test_the_formulas_are_what_our_collectives_do(world_size):
     ranks = run_ranks(messages, world_size)
     for name in OURS:
@@ -69,54 +65,11 @@ def test_the_formulas_are_what_our_collectives_do(world_size):
 
 
 @given(st.integers(1, 5000), st.integers(0, 10**10))
-def test_none_sends_less_than_the_bound_and_the_rings_send_just_that(world_size, nbytes):
+def test_none_sends_less_than_the_bound_and_the_ring_sends_just_that(world_size, nbytes):
     bound = least_bytes(world_size, nbytes)
     for cost in ALGORITHMS.values():
         assert cost(world_size, nbytes).sent >= bound * (1 - 1e-12)
-    assert ring(world_size, nbytes).sent == gloo(world_size, nbytes).sent == bound
-
-
-def test_gloo_cuts_its_chunks_into_two_segments_or_more_of_at_most_a_mebibyte():
-    steps = [gloo(w, n).steps for w, n in ((4, 100), (2, 4 * MIB), (2, 4 * MIB + 1))]
-    assert [*steps, gloo(4, 100 * MIB).steps] == [6, 2, 3, 75]
-
-
-def measurements(link: Link, factors: list[float], world_size: int = 4) -> list[Measurement]:
-    sizes = [2**10, 2**14, 2**18, 2**22, 2**26]
-    return [
-        Measurement(name, world_size, n, factor * link.seconds(ALGORITHMS[name](world_size, n)))
-        for name in ALGORITHMS
-        for n, factor in zip(sizes, factors, strict=True)
-    ]
-
-
-@given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-7), st.integers(2, 64))
-def test_a_fit_finds_the_link_that_made_the_times(latency, seconds_per_byte, world_size):
-    link = Link(latency, seconds_per_byte)
-    fitted = fit(measurements(link, [1.0] * 5, world_size))
-    assert fitted.link == pytest.approx(link, rel=1e-6)
-    assert fitted.worst() < 1e-6
-
-
-def measured_twice() -> tuple[list[Measurement], list[Measurement]]:
-    sizes = [4096, 2**20]
-    return measure_all_reduce(sizes, repeat=2), measure_all_reduce(
-        sizes, ring_all_reduce, "ring", repeat=2
-    )
-
-
-def test_all_ranks_measure_the_same_times_and_fit_them():
-    first, *others = run_ranks(measured_twice, 2)
-    assert all(other == first for other in others)
-    for measured, name in zip(first, ("gloo", "ring"), strict=True):
-        assert [(m.algorithm, m.world_size, m.bytes) for m in measured] == [
-            (name, 2, 4096),
-            (name, 2, 2**20),
-        ]
-        fitted = fit(measured)
-        assert fitted.link.seconds(ring(2, 2**20)) > 0
-        assert 0 < fitted.cpu_share <= 1
-        assert len(fitted.residuals) == 2
+    assert ring(world_size, nbytes).sent == bound
 
 
 # Three gradients of 10 bytes, ready at 1, 2 and 4 seconds; the link takes 0.5 s and 0.1 s a byte.
@@ -128,19 +81,9 @@ def slow(nbytes: int) -> float:
     return 0.5 + 0.1 * nbytes
 
 
-def test_communication_that_needs_the_processor_delays_what_is_computed():
-    # Half of the processor goes to the first bucket, 1.0 to 2.5: the gradient at 2 comes at 2.75.
-    step = simulate(THREE, EACH, slow, cpu_share=0.5)
-    assert step.sent[0] == (1.0, 1.0, 2.5)
-    assert step.sent[1] == (2.75, 2.75, 4.25)
-    assert step.compute_end == 4 + 1.5 / 2 + 1.5 / 2
-    assert step.end == 5.5 + 1.5
-
-
 BACKWARDS = st.lists(
     st.tuples(st.floats(0, 10), st.integers(1, 10**6)), min_size=1, max_size=12
 ).map(lambda drawn: Backward(tuple(sorted(r for r, _ in drawn)), tuple(b for _, b in drawn)))
-SHARES = st.floats(0, 1)
 
 
 @st.composite
@@ -167,18 +110,17 @@ def test_the_critical_path_is_computing_until_a_launch_and_all_messages_from_the
         assert step.sent[first - 1][2] < step.sent[first][0]
 
 
-@given(steps(), SHARES)
-def test_no_plan_beats_the_limit_and_none_is_worse_than_waiting_for_everything(case, share):
+@given(steps())
+def test_no_plan_beats_the_limit_and_none_is_worse_than_waiting_for_everything(case):
     backward, plan, alpha, beta = case
 
     def cost(nbytes: int) -> float:
         return alpha + beta * nbytes
 
-    step = simulate(backward, plan, cost, share)
+    step = simulate(backward, plan, cost)
     one_by_one = backward.end + sum(cost(sum(backward.bytes[i] for i in b)) for b in plan)
     assert lower_limit(backward, cost) <= step.end * (1 + 1e-9)
     assert step.end <= one_by_one * (1 + 1e-9) + 1e-12
-    assert step.end >= simulate(backward, plan, cost).end - 1e-9
     assert step.exposed >= 0
 
 
@@ -212,7 +154,6 @@ def test_a_bucket_waits_for_its_gradients_for_its_turn_and_for_the_link():
     step = simulate(THREE, EACH, slow)
     assert step.sent == ((1.0, 1.0, 2.5), (2.0, 2.5, 4.0), (4.0, 4.0, 5.5))
     assert (step.exposed, step.critical_bucket) == (1.5, 0)
-    assert step.error(5.0) == pytest.approx(0.1)
     assert simulate(THREE, [[2], [0, 1]], slow).sent[1][0] == 4.0
     assert simulate(THREE, EACH, lambda nbytes: 0.3).critical_bucket == 2
     flat = simulate(THREE, FLAT, slow)
@@ -229,20 +170,3 @@ def test_a_backward_is_taken_from_the_slowest_rank_and_needs_one_order_on_all():
     assert backward_of(Recording(ranks)) == Backward((1.5, 3.5), (4, 4))
     with pytest.raises(ValueError, match="the same order on every rank; found 2"):
         backward_of(Recording((*ranks, rank(2, "ba", (1.0, 2.0)))))
-
-
-def test_measurements_that_tell_nothing_are_refused_and_no_part_of_a_link_is_negative():
-    one = Measurement("ring", 2, 1000, 1e-3)
-    for few in ([], [one], [one, one._replace(seconds=2e-3)]):
-        with pytest.raises(ValueError, match="cannot tell latency from bandwidth"):
-            fit(few)
-    with pytest.raises(ValueError, match="is not positive"):
-        fit([one, one._replace(bytes=10, seconds=0.0)])
-    assert fit([one, one._replace(bytes=100_000, seconds=1e-4)]).link.seconds_per_byte == 0
-    assert fit([one._replace(seconds=1e-6), one._replace(bytes=10_000)]).link.latency == 0
-
-
-def test_residuals_are_relative_and_the_fit_is_between_the_measurements():
-    fitted = fit(measurements(Link(2e-5, 1e-9), [1.1, 0.9, 1.2, 1.0, 0.8]))
-    assert 0.05 < fitted.worst() < 0.3
-    assert min(fitted.residuals) < 0 < max(fitted.residuals)

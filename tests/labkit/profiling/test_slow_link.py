@@ -15,6 +15,7 @@ from wide_layers import model, step
 
 from labkit.launch.ranks import run_ranks
 from labkit.launch.supervisor import SECONDARY_ERROR
+from labkit.profiling.cost_model import Link
 from labkit.profiling.recording import Recorder, merge
 from labkit.profiling.slow_link import SlowLink, link_seconds
 from miniddp.ladder import RUNGS, BucketedOverlapped
@@ -29,11 +30,11 @@ MB = 1_000_000
 
 
 def test_other_collectives_cost_what_they_cost_on_a_ring():
-    gbit = 125 * MB  # bytes per second
-    costs = [link_seconds(op, gbit, 4, gbit, 0.001) for op in ("broadcast", "all_gather")]
+    gbit, link = 125 * MB, Link.of(gbit_per_s=1, latency_us=1000)
+    costs = [link_seconds(op, gbit, 4, link) for op in ("broadcast", "all_gather")]
     assert costs == pytest.approx([1.003, 3.003])
-    assert link_seconds("barrier", 0, 3, gbit, 0.001) == pytest.approx(0.004)
-    assert link_seconds("broadcast", gbit, 1, gbit, 0.001) == 0
+    assert link_seconds("barrier", 0, 3, link) == pytest.approx(0.004)
+    assert link_seconds("broadcast", gbit, 1, link) == 0
 
 
 def timed(rank, world_size, repeats):

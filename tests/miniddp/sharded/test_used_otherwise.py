@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_models import MODELS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -18,7 +19,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from labkit.launch.ranks import run_ranks
-from miniddp.sharded import clip_grad_norm_, full_state_dict, fully_shard
+from miniddp import MiniDDP
+from miniddp.sharded import (
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+    load_full_state_dict,
+)
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -142,6 +149,9 @@ def what_is_said(rank: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2,))
     divided.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
     experts = [fully_shard(nn.Linear(2, 2)) for _ in range(2)]  # in no sharded module
+    encode, decode = nn.Linear(2, 3), nn.Linear(3, 2)
+    decode.weight = encode.weight
+    fully_shard(encode)
     attempts = {
         "used while sharded": lambda: net.logits(torch.ones(2, 12)),
         "a Linear was used while": lambda: net.forward(torch.ones(2, 12)),
@@ -153,12 +163,20 @@ def what_is_said(rank: int) -> dict[str, str]:
         "is never called": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
         "a list is never called": lambda: fully_shard([nn.Linear(2, 2)]),
         "LBFGS computes with whole": lambda: torch.optim.LBFGS(net.parameters()).step(lambda: 0),
+        "is tied to a parameter": lambda: fully_shard(decode),
+        "has been sharded already": lambda: fully_shard(experts[0]),
+        "same model across all ranks": lambda: fully_shard(nn.Linear(2, 2 + rank)),
+        "is a scalar": lambda: fully_shard(MODELS["odd shapes"].build()),
+        "is not contiguous": lambda: fully_shard(MODELS["convolution"].build()),
+        "(3, 2)": lambda: load_full_state_dict(experts[0], {"weight": torch.zeros(3, 2)}),
+        "full_state_dict": lambda: copy.deepcopy(experts[0]),
+        "shard the wrapper's .module": lambda: fully_shard(MiniDDP(nn.Linear(2, 2))),
     }
     said = {}
     for expected, attempt in attempts.items():
         try:
             said[expected] = str(attempt())
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, TypeError) as error:
             said[expected] = str(error)
     return said
 

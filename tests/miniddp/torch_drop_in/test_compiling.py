@@ -86,7 +86,7 @@ def test_a_wrapper_inside_a_wrapper_gives_the_outer_one_back_to_dynamo():
 
         class Spy(nn.Linear):
             def forward(self, x):
-                seen.append(DropIn._get_active_ddp_module())
+                seen.append(DistributedDataParallel._get_active_ddp_module())
                 return super().forward(x)
 
         inner = DropIn(Spy(4, 4))

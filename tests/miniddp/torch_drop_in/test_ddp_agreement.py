@@ -35,7 +35,7 @@ def two_kinds_of_devices() -> nn.Module:
     return nn.Sequential(linear(), nn.Linear(2, 2, device="meta"))
 
 
-LOCAL_FAULTS: dict[str, tuple[Callable[[], DropIn], str]] = {
+LOCAL_FAULTS: dict[str, tuple[Callable[[], MiniDDP], str]] = {
     "nothing trainable": (
         lambda: DropIn(linear().requires_grad_(False)),
         "RuntimeError: DistributedDataParallel is not needed",
@@ -54,11 +54,16 @@ LOCAL_FAULTS: dict[str, tuple[Callable[[], DropIn], str]] = {
     ),
     "a cap that is negative": (
         lambda: DropIn(linear(), bucket_cap_mb=-1),
-        "ValueError: bucket caps are sizes in MiB: at least one, none of them negative",
+        "ValueError: bucket caps are sizes in MiB, as numbers: at least one, none of them negative",
     ),
     "a cap that is negative, on a device without a backend": (
         lambda: DropIn(nn.Linear(2, 2, device="meta"), bucket_cap_mb=-1),
-        "ValueError: bucket caps are sizes in MiB: at least one, none of them negative",
+        "ValueError: bucket caps are sizes in MiB, as numbers: at least one, none of them negative",
+    ),
+    "no module": (lambda: MiniDDP(3), "TypeError: MiniDDP wraps an nn.Module, but got 3, of type"),
+    "a wrapper": (
+        lambda: MiniDDP(MiniDDP(linear(), init_sync=False)),
+        "TypeError: This module is a MiniDDP, which averages its gradients already",
     ),
     "torch's SyncBatchNorm on a CPU": (
         lambda: DropIn(nn.Sequential(linear(), nn.SyncBatchNorm(2))),
@@ -104,21 +109,6 @@ def test_a_rank_that_cannot_take_part_says_so_where_the_other_ranks_tensors_are(
             assert "rank 1: RuntimeError: Distri" in error if rank == 0 else "not needed" in error
 
 
-def placed_on_one_or_two_devices(rank: int) -> str:
-    devices = ["cpu", "cpu" if rank == 0 else "meta"]
-    parts = [nn.Linear(2, 2, device=device) for device in devices]
-    return error_of(lambda: MiniDDP(nn.Sequential(*parts)))
-
-
-def test_models_whose_parts_share_a_device_on_one_rank_only_are_refused_on_every_rank():
-    for error in run_ranks(placed_on_one_or_two_devices, 2, timeout=NO_HANG):
-        assert (
-            "1.weight: shape (2, 2), strides (2, 1), torch.float32, trainable on rank 0; " in error
-        )
-        assert "trainable, on its device 1 on rank 1" in error
-        assert "0.weight" not in error
-
-
 class Precisions(NamedTuple):
     buffer_dtype: torch.dtype | None
     param_dtype: torch.dtype | None = None
@@ -159,42 +149,74 @@ def test_a_setting_that_differs_is_named_with_its_values_and_ranks_on_every_rank
             assert f"Reported on rank {rank}" in errors[name]
 
 
-def buffers_of_one_rank(rank: int) -> list[str]:
-    return [
-        error_of(lambda wrap=wrap: wrap(nn.BatchNorm1d(3), broadcast_buffers=rank == 0))
-        for wrap in (MiniDDP, DropIn)
-    ]
+def layers(count: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
 
 
-def test_broadcast_buffers_of_one_rank_only_is_named_and_not_taken_for_another_model():
-    names = ("broadcast_buffers", "broadcast_buffers (or forward_sync_buffers)")
-    for errors in run_ranks(buffers_of_one_rank, 2, timeout=NO_HANG):
-        for name, error in zip(names, errors, strict=True):
-            assert f"  {name}: True on rank 0; False on" in error
-            assert "running_mean" not in error
+def on_devices(*devices: str) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(2, 2, device=device) for device in devices))
 
 
-def one_lazy_layer(rank: int) -> str:
-    layer = nn.LazyLinear(2) if rank == 1 else linear()
-    return error_of(lambda: MiniDDP(nn.Sequential(linear(), layer)))
+# What a rank wraps that is on rank 1 or not, what every rank says of it, and what none says.
+DIFFERENCES: dict[str, tuple[Callable[[bool], nn.Module], list[str], str]] = {
+    "shape": (
+        lambda odd: DropIn(nn.Linear(4, 5 if odd else 3)),
+        ["weight: shape (3, 4)", "on rank 0, 2; shape (5, 4)", "on rank 1"],
+        "absent",
+    ),
+    "count": (
+        lambda odd: DropIn(layers(1 + odd)),
+        ["1.weight: absent on rank 0, 2; shape (3, 3)"],
+        "0.weight",
+    ),
+    "dtype": (
+        lambda odd: DropIn(nn.Linear(4, 3, dtype=torch.float64 if odd else torch.float32)),
+        ["torch.float32, trainable on rank 0, 2; ", "torch.float64, trainable on rank 1"],
+        "absent",
+    ),
+    "parts that share a device": (
+        lambda odd: MiniDDP(on_devices("cpu", "meta" if odd else "cpu")),
+        [
+            "1.weight: shape (2, 2), strides (2, 1), torch.float32, trainable on rank 0, 2; ",
+            "trainable, on its device 1 on rank 1",
+        ],
+        "0.weight",
+    ),
+    "broadcast_buffers": (
+        lambda odd: MiniDDP(nn.BatchNorm1d(3), broadcast_buffers=not odd),
+        ["  broadcast_buffers: True on rank 0, 2; False on"],
+        "running_mean",
+    ),
+    "broadcast_buffers of the drop-in": (
+        lambda odd: DropIn(nn.BatchNorm1d(3), broadcast_buffers=not odd),
+        ["  broadcast_buffers (or forward_sync_buffers): True on rank 0, 2; False on"],
+        "running_mean",
+    ),
+    "a lazy layer": (
+        lambda odd: MiniDDP(nn.Sequential(linear(), nn.LazyLinear(2) if odd else linear())),
+        ["uninitialized parameter"],
+        "absent",
+    ),
+    "a sparse embedding": (
+        lambda odd: DropIn(nn.ModuleDict({"words": nn.Embedding(5, 3, sparse=odd)})),
+        ["sparse gradients: [] on rank 0, 2; ['words.weight'] on rank 1"],
+        "same model",
+    ),
+}
 
 
-def test_a_lazy_layer_of_one_rank_is_raised_by_the_core_on_every_rank():
-    on_rank_0, on_rank_1 = run_ranks(one_lazy_layer, 2, timeout=NO_HANG)
-    assert "uninitialized parameter" in on_rank_1
-    assert "every rank raises. rank 1: " in on_rank_0
-    assert on_rank_1.partition(": ")[2] in on_rank_0
+def differing(rank: int) -> dict[str, str]:
+    return {
+        name: error_of(lambda make=make: make(rank == 1))
+        for name, (make, *_) in DIFFERENCES.items()
+    }
 
 
-def one_sparse_embedding(rank: int) -> str:
-    torch.manual_seed(3)
-    module = nn.ModuleDict({"words": nn.Embedding(5, 3, sparse=rank == 1)})
-    return error_of(lambda: DropIn(module))
-
-
-def test_an_embedding_that_is_sparse_on_one_rank_only_is_named():
-    for error in run_ranks(one_sparse_embedding, 2, timeout=NO_HANG):
-        assert "sparse gradients: [] on rank 0; ['words.weight'] on rank 1" in error
+def test_what_differs_on_one_rank_is_named_on_every_rank_and_nothing_else_is():
+    for errors in run_ranks(differing, 3, timeout=NO_HANG):
+        for name, (_, said, unsaid) in DIFFERENCES.items():
+            assert all(text in errors[name] for text in said), errors[name]
+            assert unsaid not in errors[name]
 
 
 def one_rank_strays(rank: int) -> tuple[str, float]:

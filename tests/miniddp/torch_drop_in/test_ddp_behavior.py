@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import pickle
 import warnings
 from itertools import product
@@ -17,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import miniddp
 from labkit.launch.ranks import run_ranks
 from miniddp import MiniDDP
+from miniddp.data_parallel import gather
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
-from miniddp.training.data_parallel import gather
 
 
 def linear() -> nn.Linear:
@@ -84,26 +83,6 @@ def test_a_sub_group_averages_over_its_own_ranks_only():
     torch.testing.assert_close(a, (local_a + local_c) / 2)
     assert torch.equal(a, c)
     assert torch.equal(b, local_b)
-
-
-# Construction -------------------------------------------------------------------------------------
-
-
-def differing_models(rank, world_size):
-    shape = nn.Linear(4, 5 if rank == 2 else 3)
-    count = nn.Sequential(nn.Linear(4, 3), *([nn.Linear(3, 3)] if rank == 1 else []))
-    dtype = nn.Linear(4, 3, dtype=torch.float64 if rank == 0 else torch.float32)
-    return [error_of(lambda m=module: DropIn(m)) for module in (shape, count, dtype)]
-
-
-def test_models_that_differ_raise_on_every_rank_naming_the_parameter_and_the_ranks():
-    for shape, count, dtype in run_ranks(differing_models, 3):
-        assert "weight: shape (3, 4)" in shape
-        assert "on rank 0, 1; shape (5, 4)" in shape
-        assert "on rank 2" in shape
-        assert "1.weight: absent on rank 0, 2; shape (3, 3)" in count
-        assert "torch.float64, trainable on rank 0; " in dtype
-        assert "torch.float32, trainable on rank 1, 2" in dtype
 
 
 # Forward and backward -----------------------------------------------------------------------------
@@ -196,32 +175,6 @@ def test_a_parameter_that_is_itself_an_output_may_be_used_by_the_loss_or_ignored
     assert run_ranks(returned_parameters, 2) == [[True] * 84] * 2
 
 
-def buffers(rank, world_size):
-    wrapped = DropIn(nn.BatchNorm1d(4))
-    means = []
-    for step in range(3):
-        wrapped(batch(rank, step)).sum().backward()
-        means.append(wrapped.module.running_mean.clone())
-    with torch.no_grad():
-        wrapped(batch(rank, 3))
-    means.append(wrapped.module.running_mean.clone())
-    before = wrapped.module.running_mean.clone()
-    wrapped.eval()
-    wrapped(batch(rank, 4))  # the forward before had no gradients: nothing is broadcast
-    return means, torch.equal(before, wrapped.module.running_mean)
-
-
-def test_each_forward_takes_rank_zeros_buffers_unless_the_one_before_was_not_synchronized():
-    (means, kept), (other, other_kept) = run_ranks(buffers, 2)
-    assert kept
-    assert other_kept
-    # Before each forward rank 1 had rank 0's mean; after it, that moved by a tenth of its own.
-    for step in range(1, 4):
-        start = 0.9 * means[step - 1]
-        torch.testing.assert_close(means[step], start + 0.1 * batch(0, step).mean(0))
-        torch.testing.assert_close(other[step], start + 0.1 * batch(1, step).mean(0))
-
-
 # Errors -------------------------------------------------------------------------------------------
 
 
@@ -240,21 +193,6 @@ def test_strict_reports_what_each_rank_lacked_in_the_step_itself_and_on_every_ra
         for error in errors:  # and again in the next step: nothing is left hanging
             assert "rank 0: right.weight, right.bias, never.weight, never.bias" in error
             assert "rank 1: left.weight, left.bias, never.weight, never.bias" in error
-
-
-def past_the_wrapper(rank, world_size):
-    wrapped, strict = DropIn(linear()), DropIn(linear(), strict=True)
-    for each in (wrapped, strict):
-        each.module(batch(rank)).sum().backward()
-    with pytest.warns(UserWarning, match="bypassed the wrapper") as caught:
-        wrapped(batch(rank))
-    assert caught[0].filename == past_the_wrapper.__code__.co_filename  # the user's line
-    with pytest.raises(RuntimeError, match=r"On rank 0, 1 a backward.*Call the wrapper"):
-        strict(batch(rank)).sum().backward()
-
-
-def test_a_forward_through_the_inner_module_is_said_at_the_next_forward():
-    run_ranks(past_the_wrapper, 2)
 
 
 def shared_between_reentrant_checkpoints(rank, world_size):
@@ -287,34 +225,6 @@ def test_a_second_gradient_in_one_backward_is_an_error_unless_the_graph_is_stati
 
 
 # Copies and neighbors -----------------------------------------------------------------------------
-
-
-def copies(rank, world_size):
-    wrapped = DropIn(linear(), bucket_cap_mb=1, gradient_as_bucket_view=True)
-    wrapped(batch(rank)).sum().backward()
-    file = io.BytesIO()
-    torch.save(wrapped, file)
-    file.seek(0)
-    found = []
-    for other in (
-        copy.deepcopy(wrapped),
-        pickle.loads(pickle.dumps(wrapped)),
-        torch.load(file, weights_only=False),
-    ):
-        other.zero_grad()
-        other(batch(rank)).sum().backward()
-        found.append(other.module.weight.grad)
-    wrapped.zero_grad()
-    wrapped(batch(rank)).sum().backward()
-    return [wrapped.module.weight.grad, *found], list(wrapped.state_dict())
-
-
-def test_a_pickled_or_deep_copied_wrapper_reduces_as_the_original_does():
-    per_rank = run_ranks(copies, 2)
-    for gradients, names in per_rank:
-        assert names == ["module.weight", "module.bias"]
-        for gradient in gradients:
-            assert torch.equal(gradient, per_rank[0][0][0])
 
 
 def with_a_graph_of_the_gradients(rank):
@@ -373,7 +283,6 @@ def test_the_wrapper_takes_torchs_parameters_in_torchs_order_with_torchs_default
 def lines_that_warnings_name(rank: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        DropIn(linear(), check_reduction=True)
         DropIn(linear(), static_graph=True, find_unused_parameters=True)
         DropIn(linear(), static_graph=True)._set_static_graph()
         gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu")
@@ -388,10 +297,29 @@ def lines_that_warnings_name(rank: int) -> list[str]:
 
 def test_every_warning_names_the_users_line():
     for files in run_ranks(lines_that_warnings_name, 2):
-        assert files == [__file__] * 9
+        assert files == [__file__] * 8
 
 
 def test_every_number_that_torchs_wrapper_logs_is_logged():
     for theirs, ours in run_ranks(logged_keys, 2):
         assert theirs
         assert theirs <= ours
+
+
+def refusals(rank):
+    wrapped, said = MiniDDP(linear()), []
+    for attempt in (
+        lambda: MiniDDP(linear(), static_graph=True),
+        lambda: copy.deepcopy(wrapped),
+        lambda: pickle.dumps(wrapped),
+    ):
+        with pytest.raises(TypeError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_mini_ddp_cannot_do_names_what_can():
+    [[keyword, *copies]] = run_ranks(refusals, 1)
+    assert "static_graph. miniddp.torch_drop_in.DistributedDataParallel takes" in keyword
+    assert all("copy or save its .module" in text for text in copies)

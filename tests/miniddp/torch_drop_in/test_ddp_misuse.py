@@ -15,11 +15,11 @@ from torch.nn.utils.rnn import pack_sequence
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
 from miniddp.ladder import RUNGS, Flat
+from miniddp.losses import global_mean
 from miniddp.manual import average_gradients
+from miniddp.sync_batch_norm import SyncBatchNorm
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.torch_drop_in.keywords import moved_to
-from miniddp.training.losses import global_mean
-from miniddp.training.sync_batch_norm import SyncBatchNorm
 
 
 def linear() -> nn.Linear:
@@ -62,7 +62,6 @@ def test_a_reducer_may_be_prepared_for_backward_after_the_forward_as_libraries_d
                 with ddp.no_sync():
                     output = ddp(inputs(rank))
                 ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-                ddp.reducer.prepare_for_forward()
                 ddp.reducer.prepare_for_backward([])
                 output.sum().backward()
             found.append(gradients(ddp))

@@ -1,16 +1,18 @@
 """Data and random numbers: which rank sees which samples."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
-from ddp_doctor.explain.equation import Equation
-from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.explain.findings import DATA, Finding, Prediction, finding, rule
 from ddp_doctor.explain.numbers import near
+from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Rank, Run, Window, data_of
 from ddp_doctor.facts.types import LoaderFact, SamplerFact, WindowFact
 
 
-def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
+@rule("same_data_on_ranks")
+def same_data_on_ranks(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """Some ranks compute their loss from the same inputs and targets, step after step.
 
     Right if the ranks split the batch after the forward's inputs are made: the targets or losses
@@ -143,7 +145,8 @@ def _sliced(rank: Rank) -> bool:
     return not seen or not 0.75 * size <= max(seen) <= 2.5 * size
 
 
-def datasets_differ(run: Run, equation: Equation) -> Iterator[Finding]:
+@rule("datasets_differ")
+def datasets_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """A sampler splits one data set over the ranks, but the ranks hold different data.
 
     Right if each rank loads its own part and no sampler splits it again.
@@ -172,7 +175,8 @@ def datasets_differ(run: Run, equation: Equation) -> Iterator[Finding]:
             return
 
 
-def sampler_seeds_differ(run: Run, equation: Equation) -> Iterator[Finding]:
+@rule("sampler_seeds_differ")
+def sampler_seeds_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """Samplers that split one data set over the ranks shuffle it with other seeds.
 
     The parts then overlap, and some samples are in none of them. Right if the ranks' epochs and
@@ -196,7 +200,8 @@ def sampler_seeds_differ(run: Run, equation: Equation) -> Iterator[Finding]:
             return
 
 
-def epoch_order_repeats(run: Run, equation: Equation) -> Iterator[Finding]:
+@rule("epoch_order_repeats")
+def epoch_order_repeats(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """A shuffling DistributedSampler starts another training epoch without set_epoch.
 
     Right if the sampler does not shuffle, or is only used for evaluation, or if its seed changes.
@@ -225,111 +230,59 @@ def epoch_order_repeats(run: Run, equation: Equation) -> Iterator[Finding]:
                 return
 
 
-def same_random_numbers(run: Run, equation: Equation) -> Iterator[Finding]:
-    """Every rank draws the same random numbers: the generators are in the same state.
+@rule("world_size_one")
+def world_size_one(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """A process believes that it is one of several ranks, but its process group has one.
 
-    Right if that is meant (one seed for everything is the default of most frameworks): a note.
-    Silent if nothing is drawn: no dropout, and a state that is the same in every step.
+    Signs: the environment's WORLD_SIZE, or a sampler that splits the data over more replicas than
+    the group has ranks. Right if the sampler's replicas are the ranks of the run. If two samplers
+    split the data over the ranks, one after the other, a hint says so.
     """
-    windows = [window for window in run.complete if window.trains]
-    readers = [group[0] for group in run.readers]
-    if len(readers) < 2 or len(windows) < 2:
-        return
-    dropout = True
-    firsts = []
-    for window in windows:
-        facts = [window.ranks[rank] for rank in readers]
-        counts = [fact["dropout"] for fact in facts]
-        states = [fact["random"] for fact in facts]
-        if not all(states) or any(state != states[0] for state in states):
+    for rank in run.ranks:
+        groups = rank.facts["group"]
+        world = groups[-1]["world"] if groups else 1
+        samplers = [
+            (fact["replicas"], fact["place"])
+            for fact in (*rank.facts["sampler"], *rank.facts["loader"])
+            if (fact["replicas"] or 0) > world
+        ]
+        if samplers:
+            replicas, place = samplers[-1]
+            left = rank.process["environment"].get("LOCAL_RANK")
+            if replicas == world**2 > 1:
+                yield _split_twice(world, place)
+                return
+            yield finding(
+                "world_size_one",
+                f"Rank {rank.rank}: the sampler gives this process 1/{replicas} of the data, but "
+                f"its process group has {world} rank{'s' * (world != 1)}."
+                + (f" LOCAL_RANK={left} was in the environment." if left is not None else ""),
+                place,
+                "Start all ranks (torchrun, or devices=N in a fresh process). If an earlier run in "
+                "this process set LOCAL_RANK, run the second one in its own process.",
+            )
             return
-        dropout = dropout and all(counts)
-        firsts.append(states[0][0])
-    drawn = len(firsts) > 2 and all(earlier != later for earlier, later in pairwise(firsts))
-    if not dropout and not drawn:
-        return
-    what = "dropout draws" if dropout else "what a step draws at random is"
-    ends = f"one mask instead of {run.world}" if dropout else "the same on every rank"
-    yield finding(
-        "same_random_numbers",
-        f"In all {len(firsts)} observed steps the generators of the {run.world} ranks were in the "
-        f"same state: {what} {ends}.",
-        str(run.wrappers[0]["place"] if run.wrappers else ""),
-        "torch.manual_seed(seed + rank) after the model is built.",
-    )
-
-
-def uneven_batches(run: Run, equation: Equation) -> Iterator[Finding]:
-    """Ranks have different numbers of batches, so that one waits where others have ended.
-
-    Right under Join, and if every rank trains the same number of steps all the same. Silent if a
-    rank leaves its loop for another reason than the end of a loader.
-    """
-    if run.world < 2 or len(run.ranks) < run.world or any(rank.facts["join"] for rank in run.ranks):
-        return
-    counts = {rank.rank: rank.backwards for rank in run.ranks}
-    few = min(run.ranks, key=lambda rank: rank.backwards)
-    # An average that the short rank no longer takes part in hangs or fails; others do not.
-    averages = any(rank.facts["wrapper"] for rank in run.ranks) or run.own_collectives
-    well = all(rank.ended and rank.error is None for rank in run.ranks)
-    if len(set(counts.values())) < 2 or not averages or well or not _read_all(few):
-        return
-    listed = ", ".join(f"rank {r}: {c}" for r, c in list(counts.items())[:8])
-    yield finding(
-        "uneven_batches",
-        f"Backward passes per rank: {listed}. Rank {few.rank} was done while others still trained.",
-        run.loader["place"] if run.loader else "",
-        "Give every rank the same number of batches (DistributedSampler with drop_last=True), or "
-        "train inside with Join([model]):.",
-    )
-
-
-def _read_all(rank: Rank) -> bool:
-    """Whether a rank's loader had ended after its last backward, and no error of its own has."""
-    over = rank.facts["loader_ended"]
-    text = rank.error_text.lower() or "connection"
-    by_others = any(word in text for word in ("closed by peer", "timed out", "connection", "gloo"))
-    return by_others and bool(over) and over[-1]["backwards"] == rank.backwards
-
-
-def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:
-    """A DistributedSampler pads the evaluation set, so some samples are counted twice.
-
-    Right if the set's length is a multiple of the world size, if duplicates are dropped after the
-    gather, or if every rank evaluates everything.
-    """
-    if not run.ranks:
-        return
-    passes, totals = run.ranks[0].facts["sampler"], run.ranks[0].totals
-    ends = [*(fact["backwards"] for fact in passes[1:]), totals["backwards"] if totals else None]
-    for fact, end in zip(passes, ends, strict=False):
-        length, replicas = fact["length"], fact["replicas"] or 1
-        if length is None or fact["drop_last"] or length % replicas == 0:
-            continue
-        if fact["grad"] and (fact["shuffle"] or not 0 < fact["backwards"] == end):
-            continue  # it trains
-        extra = -length % replicas
-        collectives = totals["collectives"] if totals else {}
-        gathered = any("gather" in name for name in collectives)
-        reduced = not gathered and ("all_reduce" in collectives or "reduce" in collectives)
+    environment = run.ranks[0].process["environment"] if run.ranks else {}
+    claimed = int(environment.get("WORLD_SIZE", "1") or 1)
+    if claimed > 1 and run.world == 1 and run.ranks[0].windows:
         yield finding(
-            "padded_evaluation",
-            f"The evaluation set has {length} samples for {replicas} ranks: the sampler "
-            f"repeats {extra} of them, and a sum over the ranks counts {length + extra}.",
-            fact["place"],
-            "Give each rank range(rank, len(dataset), world_size) without padding, or drop the "
-            "last duplicates after gathering.",
-            None if reduced else "note",
+            "world_size_one",
+            f"The environment says WORLD_SIZE={claimed}, but this process joined no group of that "
+            f"size: it trains alone.",
+            run.ranks[0].windows[0]["step_place"],
+            "Call dist.init_process_group() and wrap the model before training.",
         )
-        return
 
 
-RULES = (
-    same_data_on_ranks,
-    datasets_differ,
-    sampler_seeds_differ,
-    epoch_order_repeats,
-    same_random_numbers,
-    uneven_batches,
-    padded_evaluation,
-)
+def _split_twice(world: int, place: str) -> Finding:
+    twice = finding(
+        "world_size_one",
+        f"Two samplers, one inside of the other, split the data over {world} ranks each: a rank "
+        f"reads 1/{world**2} of them, and all ranks together 1/{world}.",
+        place,
+        "Leave one of the two out: accelerate's prepare() splits what its loader yields, so that "
+        "loader needs no DistributedSampler.",
+        "hint",
+        Prediction("less data", outside="which samples are read"),
+    )
+    return replace(twice, title="The data are split over the ranks twice", page=DATA)

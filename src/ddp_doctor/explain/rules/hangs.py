@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from ddp_doctor.explain.equation import Equation
-from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.explain.findings import Finding, finding, rule
+from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Rank, Run
 from ddp_doctor.facts.types import CALLS, UNEVEN
 
@@ -11,7 +11,8 @@ WAITING = ("timed out", "timeout", "closed by peer", "connection reset", "applic
            "aborted", "broken pipe", "connection refused")  # fmt: skip
 
 
-def stuck(run: Run, equation: Equation) -> Iterator[Finding]:
+@rule("hang_missing_rank", "mismatched_collectives")
+def stuck(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """Some ranks wait in a collective that others are not in.
 
     Right if all ranks ended, or if the ranks are in the same call: then the link is slow, and the
@@ -113,6 +114,3 @@ def _said(rank: Rank) -> str:
     what, place = _doing(rank)
     what = what if _blocking(what) else "its own code"
     return f"is in {what}{f' at {place}' if place else ''}, step {rank.steps}"
-
-
-RULES = (stuck,)

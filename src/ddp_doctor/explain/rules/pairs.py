@@ -2,89 +2,88 @@
 
 from collections.abc import Iterator
 
-from ddp_doctor.explain.equation import Equation
-from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.explain.findings import Finding, Prediction, finding, rule
 from ddp_doctor.explain.numbers import near
-from ddp_doctor.facts.merged import Run, Window
+from ddp_doctor.explain.steps import Step
+from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import CollectiveFact, TermFact, WindowFact
 
 GATHER = (
     "features = torch.cat(torch.distributed.nn.functional.all_gather(features)). Where torch "
     "deprecates that: all_gather_tensor_autograd of torch.distributed._functional_collectives."
 )
+NOT_EQUAL = Prediction("another gradient")
 
 
-def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
+@rule("local_negatives", "gather_without_gradient")
+def contrastive(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """A loss over pairs sees only this rank's samples, or other ranks' without gradient.
 
     Right in one process, and if a gather that carries gradient (torch.distributed.nn) brings the
     other ranks' features. Right too if each rank's rows are multiplied by W to make up for the
-    missing paths.
+    missing paths, and if only the samples of one rank are meant to be compared.
     """
-    for window in run.complete if run.world > 1 else ():
-        for _, fact in window:
+    always = len(steps) > 1 and all(_contrasting(fact) for s in steps for _, fact in s.window)
+    for step in steps if run.world > 1 else ():
+        for _, fact in step.window:
             term = _contrasting(fact)
             square = term.get("square") if term is not None else None
-            if term is None or not square or not (square[2] or _always_contrasts(run)):
+            if term is None or not square or not (square[2] or always):
                 continue
             rows, columns, _ = square
-            gathers = gathers_of(fact)
-            if carried := [call for call in gathers if call["through_autograd"]]:
-                if not any(map(_in_backward_of_a_function, fact["collectives"])):
-                    yield _own_slice(window, carried[0])
-                    return
-                continue
-            own = term.get("shape")  # its scores are no features
-            others = [call for call in gathers if call.get("shape") != own]
-            plain = [call for call in others if _brings(call, columns, run.world)]
-            if plain and not _times_world(fact, term, run.world):
-                yield finding(
-                    "gather_without_gradient",
-                    f"Step {window.n}: the loss compares {rows} with {columns} samples, gathered "
-                    f"by {plain[0]['op']}, which carries no gradient: every path through the other "
-                    f"ranks' features is missing.",
-                    plain[0]["place"],
-                    GATHER,
-                )
-                return
-            if not plain and rows == columns and _rows_are_local(fact, rows):
-                yield finding(
-                    "local_negatives",
-                    f"Step {window.n}: each rank's loss compares its own {rows} samples only. One "
-                    f"process would compare {rows * run.world}.",
-                    term["place"],
-                    GATHER,
-                )
+            if found := _gathered(step.window.n, fact, term, rows, columns, run.world):
+                yield found
                 return
 
 
-def _in_backward_of_a_function(call: CollectiveFact) -> bool:
-    return bool(call["through_autograd"] and call["in_backward"])
-
-
-def _own_slice(window: Window, gather: CollectiveFact) -> Finding:
-    return finding(
-        "gather_without_gradient",
-        f"Step {window.n}: {gather['op']} in an autograd.Function whose backward calls no "
-        f"collective: it keeps what this rank's loss says of this rank's features, and loses what "
-        f"the other ranks' losses say of them. Unless it multiplies by {window.world}, gradients "
-        f"are 1/{window.world} of what they should be.",
-        gather["place"],
-        GATHER,
-        "note",
-    )
+def _gathered(
+    n: int, fact: WindowFact, term: TermFact, rows: int, columns: int, world: int
+) -> Finding | None:
+    """What is missing in the comparison of `rows` with `columns` samples."""
+    gathers = gathers_of(fact)
+    if carried := [call for call in gathers if call["through_autograd"]]:
+        if any(call["through_autograd"] and call["in_backward"] for call in fact["collectives"]):
+            return None
+        return finding(
+            "gather_without_gradient",
+            f"Step {n}: {carried[0]['op']} in an autograd.Function whose backward calls no "
+            f"collective: what the other ranks' losses say of this rank's features is lost.",
+            carried[0]["place"],
+            GATHER,
+            "note",
+            NOT_EQUAL,
+        )
+    own = term.get("shape")  # its scores are no features
+    plain = [c for c in gathers if c.get("shape") != own and _brings(c, columns, world)]
+    if plain and not _times_world(fact, term, world):
+        return finding(
+            "gather_without_gradient",
+            f"Step {n}: the loss compares {rows} with {columns} samples, gathered by "
+            f"{plain[0]['op']}, which carries no gradient: every path through the other ranks' "
+            f"features is missing.",
+            plain[0]["place"],
+            GATHER,
+            predicts=NOT_EQUAL,
+        )
+    if not plain and rows == columns and _rows_are_local(fact, rows):
+        return finding(
+            "local_negatives",
+            f"Step {n}: each rank's loss compares its own {rows} samples only. One process would "
+            f"compare {rows * world}.",
+            term["place"],
+            GATHER,
+            predicts=NOT_EQUAL,
+        )
+    return None
 
 
 def _contrasting(fact: WindowFact) -> TermFact | None:
-    """The last loss in which every row has a target of its own."""
+    """The last loss in which every row has a target of its own; a batch of classes may look alike.
+
+    So in each of several steps.
+    """
     terms = [term for backward in fact["backwards"] for term in backward.get("terms", ())]
     return next((term for term in reversed(terms) if term.get("square")), None)
-
-
-def _always_contrasts(run: Run) -> bool:
-    """Whether there was such a loss in each of several steps: a batch of classes may look alike."""
-    facts = [fact for window in run.complete for _, fact in window]
-    return len(run.complete) > 1 and all(_contrasting(fact) for fact in facts)
 
 
 def gathers_of(fact: WindowFact) -> list[CollectiveFact]:
@@ -98,7 +97,7 @@ def gathers_of(fact: WindowFact) -> list[CollectiveFact]:
 
 def _brings(call: CollectiveFact, columns: int, world: int) -> bool:
     """Whether the columns are what one gather brings, or two gathers of as much each."""
-    first = call["shape"][0]
+    first = call.get("shape", [0])[0]
     return columns in (first, first * world, 2 * first * world)
 
 
@@ -111,6 +110,3 @@ def _rows_are_local(fact: WindowFact, rows: int) -> bool:
     """Whether the compared samples are the ones this rank's forward was given."""
     inputs = [shape for group in fact["inputs"] for _, _, shape in group]
     return not inputs or any(shape and shape[0] in (rows, 2 * rows) for shape in inputs)
-
-
-RULES = (contrastive,)

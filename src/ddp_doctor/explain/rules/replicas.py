@@ -3,12 +3,20 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from ddp_doctor.explain.equation import Equation
-from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.explain.findings import Finding, finding, rule
+from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Run, Window
 from ddp_doctor.facts.types import Groups, SettingsFact
 
 SMALL = 1e-6
+APPLY_ALIKE = (
+    "Let every rank apply the same gradient: through the wrapper, or an all-reduce of every "
+    "gradient before optimizer.step()."
+)
+CHANGE_ALIKE = (
+    "The gradients were equal on the ranks: look for what else changes parameters, such as noise, "
+    "a learning rate, or state of an optimizer that each rank has of its own."
+)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm
 
 
@@ -17,7 +25,8 @@ def _replicas(run: Run) -> bool:
     return run.world > 1 and not run.in_groups and bool(run.copies)
 
 
-def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
+@rule("replicas_differ_at_start")
+def differ_at_start(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """Parameters differ between the ranks before the first optimizer step.
 
     A wrapper broadcasts rank 0's parameters. Right for models, or parts of one, that are different
@@ -72,7 +81,8 @@ def _equal_at_start(run: Run, name: str, groups: Groups) -> bool:
     return all(len({starts[rank].get(name) for rank in group}) == 1 for group in groups)
 
 
-def hyperparameters_differ(run: Run, equation: Equation) -> Iterator[Finding]:
+@rule("hyperparameters_differ")
+def hyperparameters_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """In some step the ranks' optimizers have other numbers: learning rates, weight decay.
 
     Right if the ranks train models, or parts of one, of their own.
@@ -118,7 +128,8 @@ def _settings_at(step: int, changes: list[SettingsFact]) -> list[dict[str, float
     return next((f["groups"] for f in reversed(changes) if f["n"] <= step), None)
 
 
-def drift(run: Run, equation: Equation) -> Iterator[Finding]:
+@rule("replicas_drift")
+def drift(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """Parameters that were equal at the start differ after some step.
 
     Right for local SGD, which lets them differ and averages them; and for ranks whose gradients
@@ -127,7 +138,7 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
     """
     if not _replicas(run) or run.averages_parameters:
         return
-    if next(hyperparameters_differ(run, equation), None) is not None:
+    if next(hyperparameters_differ(run, steps), None) is not None:
         return
     equal = {name for name, groups in run.copies.items() if _equal_at_start(run, name, groups)}
     yield from _norms_drift(run)
@@ -147,8 +158,7 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
             f"After step {window.n}, {len(names)} parameters differ between the ranks, first "
             f"{names[0]}. They were equal at the start.{_reduced_by_nobody(window, names)}",
             fact["step_place"],
-            "Let every rank apply the same gradient: through the wrapper, or an all-reduce of "
-            "every gradient before optimizer.step().",
+            APPLY_ALIKE if window.differing_gradients else CHANGE_ALIKE,
             None if apart > SMALL else "note",
         )
         return
@@ -209,7 +219,8 @@ def _spread(values: list[float | None]) -> float:
     return (max(found) - min(found)) / (1e-12 + max(map(abs, found))) if found else 0.0
 
 
-def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
+@rule("buffers_differ")
+def buffers_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """Buffers that are saved with the model differ between the ranks after a step.
 
     Right with DDP's broadcast_buffers=True for batch norm: each forward overwrites the statistics
@@ -240,27 +251,3 @@ def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
         "broadcast_buffers at True or convert to SyncBatchNorm.",
         "hint" if broadcast else None,
     )
-
-
-def local_batch_norm(run: Run, equation: Equation) -> Iterator[Finding]:
-    """Batch norm layers train on the statistics of each rank's own batch.
-
-    Right if the batch per rank is large enough, which is usual: a note. Silent for layers in eval
-    mode and for SyncBatchNorm.
-    """
-    if run.world < 2 or not run.complete:
-        return
-    window = run.complete[0]
-    count = window.first["batch_norms"]
-    if count:
-        yield finding(
-            "local_batch_norm",
-            f"{count} BatchNorm layers normalize by the statistics of each rank's own batch, so "
-            f"{run.world} ranks do not compute what one process with the whole batch would.",
-            str(run.wrappers[0]["place"] if run.wrappers else ""),
-            "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping, if the "
-            "batch per rank is small.",
-        )
-
-
-RULES = (differ_at_start, hyperparameters_differ, drift, buffers_differ, local_batch_norm)

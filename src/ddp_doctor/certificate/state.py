@@ -1,0 +1,129 @@
+"""What a step of the plan changes in a model, and how it is put back: all steps start alike."""
+
+import zlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from ddp_doctor.certificate.record import sampled, whole
+
+TINY = 0.02  # standard deviation of the values that replace zeros
+Numbers = dict[str, int | float]
+
+
+class State:
+    """Weights, buffers, and plain numbers of modules, as they were before a step."""
+
+    def __init__(self) -> None:
+        self.untrained: dict[str, Tensor] = {}  # some elements, at the first forward of this step
+        self._weights: list[tuple[Tensor, Tensor]] = []
+        # (id of a module, name): the module, the buffer, and its value before this step.
+        self._buffers: dict[tuple[int, str], tuple[nn.Module, Tensor, Tensor]] = {}
+        # The plain numbers of modules: before a call, and those that calls of this step changed.
+        self._numbers: dict[int, tuple[nn.Module, Numbers]] = {}
+        self._counters: dict[int, tuple[nn.Module, Numbers]] = {}
+        # Gradients that the next forward clears. What follows a step may still read them.
+        self._used: list[Tensor] = []
+
+    def keep_weights(self, parameters: Iterable[Tensor]) -> None:
+        """Before an update; cost: a copy of the parameters until it is over."""
+        self._weights = [(parameter, parameter.detach().clone()) for parameter in parameters]
+
+    def keep_modules(self, module: nn.Module) -> None:
+        """Buffers and plain numbers. A criterion has some, too: a count that seeds its draws."""
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                known = buffer is None or is_lazy(buffer) or (id(owner), name) in self._buffers
+                if buffer is not None and not known:
+                    self._buffers[id(owner), name] = owner, buffer, buffer.detach().clone()
+            if not isinstance(owner, DistributedDataParallel):  # which counts for itself
+                numbers = {k: v for k, v in vars(owner).items() if type(v) in (int, float)}
+                self._numbers.setdefault(id(owner), (owner, numbers))
+
+    def note_untrained(self, module: nn.Module, trained: Iterable[int]) -> None:
+        """Parameters that nobody trains, of references and teachers, too. `trained`: ids."""
+        known = set(trained)
+        ids = {id(parameter) for parameter in module.parameters()}
+        within = "" if ids & known else f"{type(module).__name__}."
+        for name, parameter in module.named_parameters():
+            plain_float = type(parameter.data) is Tensor and parameter.is_floating_point()
+            if plain_float and not parameter.requires_grad and id(parameter) not in known:
+                key = within + name.removeprefix("module.")
+                self.untrained.setdefault(key, sampled(parameter))
+
+    def note_counters(self) -> None:
+        """The numbers that a call changed. What the script itself counts up stays so."""
+        for owner, numbers in self._numbers.values():
+            now = vars(owner)
+            changed = {
+                name: number
+                for name, number in numbers.items()
+                if type(now.get(name)) is not type(number) or now[name] != number
+            }
+            before = self._counters.get(id(owner), (owner, {}))[1]
+            self._counters[id(owner)] = owner, changed | before
+        self._numbers.clear()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Undo an update, if weights were kept before it."""
+        for parameter, value in self._weights:
+            parameter.copy_(value)
+            self._used.append(parameter)
+        for (_, name), (owner, buffer, value) in self._buffers.items() if self._weights else ():
+            if buffer.shape != value.shape:
+                buffer.resize_(value.shape)  # its first forward gave it its size
+            buffer.copy_(value)
+            owner._buffers[name] = buffer  # the script may have assigned another
+        for owner, numbers in self._counters.values() if self._weights else ():
+            vars(owner).update(numbers)
+        self._weights = []
+        self._buffers.clear()
+        self._counters.clear()
+
+    def clear_gradients(self) -> None:
+        """Before the first forward after an update that was undone."""
+        while self._used:
+            _clear(self._used.pop())
+
+
+def _clear(parameter: Tensor) -> None:
+    """Leave no gradient; one that is a view of a buffer of the script's stays there and is zero."""
+    grad = parameter.grad
+    plain = grad is not None and type(grad) is Tensor and grad.layout == torch.strided
+    if grad is not None and plain and (grad._is_view() or _is_part(grad)):
+        grad.detach().zero_()
+    else:
+        parameter.grad = None
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+@torch.no_grad()
+def filled(parameter: Tensor, key: str) -> bool:
+    """Give a weight that is all zero small values, the same in all processes; whether it was."""
+    full = whole(parameter)
+    if not full.is_floating_point() or not full.numel() or bool(full.any()):
+        return False
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    values = TINY * torch.randn(full.shape, generator=generator, device="cpu")
+    values = values.to(parameter.device, parameter.dtype)
+    if isinstance(parameter, DTensor):
+        values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+    parameter.data.copy_(values)
+    return True
+
+
+@torch.no_grad()
+def load(weights: dict[str, Tensor], parameters: Iterable[tuple[Tensor, str]]) -> None:
+    """Give parameters the ranks' weights, by key. Of one process, a shard is the whole."""
+    for parameter, key in parameters:
+        if key in weights and weights[key].shape == parameter.shape:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.data.copy_(weights[key])  # `data`: a loss may have been begun

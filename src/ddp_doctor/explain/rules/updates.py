@@ -1,0 +1,310 @@
+"""What a script does between backward and the update: clears, clips, unscales, skips, schedules."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from ddp_doctor.explain.combination import untouched
+from ddp_doctor.explain.findings import Finding, finding, rule
+from ddp_doctor.explain.numbers import alike, near, number
+from ddp_doctor.explain.steps import Step, by_optimizer
+from ddp_doctor.facts.merged import Run, Window, so_far
+from ddp_doctor.facts.types import ClipFact, ScheduleFact, WindowFact
+
+
+@rule("micro_batches_discarded")
+def micro_batches_discarded(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """zero_grad runs between the micro-batches of one step, so all but the last ones are lost.
+
+    Right if the lost backwards are not micro-batches: another call made them (an attack on the
+    inputs), they see the same data (SAM), or the script keeps their gradients somewhere and writes
+    the result into `.grad`. Right if it is rare: a batch with a NaN is skipped.
+    """
+    kinds = {(one.window.n, one.window.optimizer): one.combination.kind for one in steps}
+
+    def lost(window: Window, fact: WindowFact) -> int:
+        measured = kinds.get((window.n, window.optimizer)) in ("averaged", "summed", "scaled")
+        return _lost(window, fact) if measured or untouched(fact) else 0
+
+    for windows in by_optimizer(run.complete).values():
+        for window, rank, fact, count, often in _usual(windows, lost):
+            yield finding(
+                "micro_batches_discarded",
+                f"Step {window.n}, rank {rank}: {count + len(fact['backwards'])} micro-batches ran "
+                f"backward, and zero_grad() cleared the gradients of {count} of them before the "
+                f"optimizer stepped. {often}",
+                fact["backwards"][-1]["place"],
+                "Call optimizer.zero_grad() once per step: right after optimizer.step(), or before "
+                "the first micro-batch.",
+            )
+
+
+def _usual(
+    windows: list[Window], count: Callable[[Window, WindowFact], int]
+) -> Iterator[tuple[Window, int, WindowFact, int, str]]:
+    """The first window and rank for which there is something to count, if most windows have one."""
+    found = [
+        (window, rank, fact, counted)
+        for window in windows
+        for rank, fact in window
+        if (counted := count(window, fact))
+    ]
+    seen = len({window.n for window, *_ in found})
+    if seen > 1 and 2 * seen > len(windows):
+        yield *found[0], f"Seen in {seen} of {len(windows)} observed steps."
+
+
+def _lost(window: Window, fact: WindowFact) -> int:
+    """How many micro-batches of this window zero_grad has cleared."""
+    if not fact["backwards"]:
+        return 0
+    last = fact["backwards"][-1]
+    lost = [
+        one
+        for one in fact["dropped"]
+        if one["optimizer"] == window.optimizer and one["call"] == last.get("call")
+    ]
+    inputs = [str(group) for group in fact["inputs"] if group]
+    if len(inputs) > 1:
+        return len(lost) if len(set(inputs)) == len(inputs) else 0
+    targets = [term["target"] for term in last.get("terms", ()) if "target" in term]
+    return len(lost) if all(one["targets"] and one["targets"] != targets for one in lost) else 0
+
+
+@rule("gradients_not_cleared")
+def gradients_not_cleared(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """Backward adds to the very gradients that the step before has used: nothing cleared them.
+
+    Right if a script does so on purpose, and then it changes them in between (a decay, what a
+    compression left over): only gradients that are the same as right after the step count.
+    """
+
+    def kept(window: Window, fact: WindowFact) -> int:
+        return 0 if "stepped_in_backward" in fact else window.leftover(fact)
+
+    for windows in by_optimizer(run.complete).values():
+        later = [window for window in windows[1:] if window.backwards]
+        for window, rank, fact, count, often in _usual(later, kept):
+            yield finding(
+                "gradients_not_cleared",
+                f"Step {window.n}, rank {rank}: when backward began, {count} parameters still held "
+                f"the previous step's gradient, and backward added to it. {often}",
+                fact["backwards"][0]["place"],
+                "optimizer.zero_grad() in every step: before the first backward, or right after "
+                "optimizer.step().",
+            )
+
+
+@rule("clipped_before_sync")
+def clipped_before_sync(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """Gradients are clipped while they are still each rank's own, and all-reduced afterwards.
+
+    Right if the norms are equal on all ranks: then the gradients were already combined.
+    """
+    for window in run.complete if run.world > 1 and not run.split else ():
+        clips = [] if window.sharded else [fact["clips"] for _, fact in window]
+        if len({len(each) for each in clips}) != 1:
+            continue
+        for ones in zip(*clips, strict=True):  # one clip, on every rank
+            if not _differ(ones) or not any(_combines_later(f, ones[0]) for _, f in window):
+                continue
+            shown = ", ".join("?" if c["norm"] is None else number(c["norm"]) for c in ones[:8])
+            yield finding(
+                "clipped_before_sync",
+                f"Step {window.n}: the norms at the clip differ between the ranks ({shown}), and "
+                f"the gradients are combined only afterwards. The mean of clipped gradients is not "
+                f"the clipped mean.",
+                ones[0]["place"],
+                "Clip after the all-reduce, right before optimizer.step().",
+                None if ones[0]["kind"] == "value" or any(map(_bites, ones)) else "note",
+            )
+            return
+
+
+def _differ(clips: tuple[ClipFact, ...]) -> bool:
+    """Whether the ranks clip gradients of different norms. Of a clip by value there is no norm."""
+    norms = [clip["norm"] for clip in clips if clip["norm"] is not None]
+    known = len(norms) == len(clips)
+    return clips[0]["kind"] == "value" or (known and not alike(norms, 1e-6))
+
+
+def _combines_later(fact: WindowFact, clip: ClipFact) -> bool:
+    """Whether an all-reduce of something like gradients follows a clip in the same step."""
+    kinds = ("gradient", "flat", "like a gradient", "other")
+    return any(
+        call["op"] == "all_reduce" and call.get("what") in kinds and call.get("numel", 0) > 1
+        for call in fact["collectives"][clip["collectives"] :]
+    )
+
+
+def _bites(clip: ClipFact) -> bool:
+    return (clip["norm"] or 0) > (math.inf if clip["limit"] is None else clip["limit"])
+
+
+@rule("clipped_per_micro_batch")
+def clipped_per_micro_batch(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """Clipping runs after every micro-batch, on partial sums.
+
+    Right with one micro-batch per step, and if the limit is never reached before the last one.
+    """
+    for window in run.complete:
+        for rank, fact in window:
+            clips = [clip for clip in fact["clips"] if clip["kind"] == "norm"]
+            early = [clip for clip in clips if 0 < so_far(clip, window) < len(fact["backwards"])]
+            bites = [clip for clip in early if _bites(clip)]
+            if bites:
+                yield finding(
+                    "clipped_per_micro_batch",
+                    f"Step {window.n}, rank {rank}: {len(clips)} clips for "
+                    f"{len(fact['backwards'])} micro-batches; an early one cut the norm from "
+                    f"{number(bites[0]['norm'] or 0)} to {number(bites[0]['limit'] or 0)}.",
+                    bites[0]["place"],
+                    "Clip once per step: after the last micro-batch, before optimizer.step().",
+                )
+                return
+
+
+@rule("clipped_before_unscale")
+def clipped_before_unscale(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """Gradients are clipped while they still carry the GradScaler's factor.
+
+    Right if scaler.unscale_(optimizer) or a division comes first: the gradients are then not what
+    backward left. Right if the limit is multiplied by the scale.
+    """
+    for window in run.complete:
+        for rank, fact in window:
+            scaled = [clip for clip in fact["clips"] if clip["scale"] != 1 and _bites(clip)]
+            if scaled and (scaled[0]["limit"] or 0) < scaled[0]["scale"] and untouched(fact):
+                clip = scaled[0]
+                yield finding(
+                    "clipped_before_unscale",
+                    f"Step {window.n}, rank {rank}: the norm {number(clip['norm'] or 0)} at the "
+                    f"clip carries the loss scale {number(clip['scale'])}; the limit "
+                    f"{number(clip['limit'] or 0)} does not.",
+                    clip["place"],
+                    "scaler.unscale_(optimizer) before the clip.",
+                )
+                return
+
+
+@rule("clipped_local_shards")
+def clipped_local_shards(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """Parameters are sharded, and each rank scaled its shards by another factor before the update.
+
+    Right if clip_grad_norm_ is given the DTensors (its norm is global), or FSDP's own method.
+    """
+    for window in run.complete if run.world > 1 else ():
+        if not window.sharded and not run.split:
+            continue
+        factors = [fact["rescaled"] for _, fact in window if "rescaled" in fact]
+        last = [fact["clips"][-1] for _, fact in window if fact["clips"]]
+        norms = [clip["norm"] for clip in last if not clip["sharded"] and clip["norm"] is not None]
+        seen, what = factors, "each rank scaled its shards by a factor of its own"
+        if len(seen) < run.world or alike(seen, 1e-3):
+            seen, what = norms, "the norms at the clip are each rank's own"
+        if len(seen) == run.world and not alike(seen, 1e-5 if seen is norms else 1e-3):
+            shown = ", ".join(map(number, seen[:8]))
+            yield finding(
+                "clipped_local_shards",
+                f"Step {window.n}: the parameters are sharded, and between backward and the update "
+                f"{what} ({shown}).",
+                last[0]["place"] if last else window.first["step_place"],
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "
+                "model.clip_grad_norm_(limit) with FullyShardedDataParallel.",
+            )
+            return
+
+
+@rule("rank_skipped_step")
+def rank_skipped_step(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """Ranks that ended normally took different numbers of optimizer steps.
+
+    Right under Join, which shadows the missing steps' collectives, if that is meant: the replicas
+    are equal then. Right if one rank steps and broadcasts its parameters.
+    """
+    totals = [rank.totals["steps"] for rank in run.ranks if rank.error is None and rank.totals]
+    if len(totals) < max(2, run.world) or any(rank.facts["join"] for rank in run.ranks):
+        return
+    common = set.intersection(*map(set, totals))
+    counts = [sum(total[index] for index in common) for total in totals]
+    skipped = [w for w in run.windows if w.complete and len({f["skipped"] for _, f in w}) > 1]
+    sends = any(
+        call["op"] == "broadcast" and call.get("what") == "parameter"
+        for window in run.windows
+        for _, fact in window
+        for call in fact["collectives"]
+    )
+    if sends or not (skipped or len(set(counts)) > 1):
+        return
+    evidence = f"Optimizer steps taken, by rank: {', '.join(map(str, counts[:8]))}."
+    if skipped:
+        ranks = ", ".join(str(rank) for rank, fact in skipped[0] if fact["skipped"])
+        evidence = f"Step {skipped[0].n}: rank {ranks} skipped the update, others did not."
+    yield finding(
+        "rank_skipped_step",
+        evidence,
+        run.windows[0].first["step_place"] if run.windows else "",
+        "Decide about skipping on all ranks together: all-reduce the flag "
+        "(op=dist.ReduceOp.MAX) before the if.",
+    )
+
+
+@rule("scaler_scales_differ")
+def scaler_scales_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """The gradient scalers of the ranks have different scales in one step.
+
+    Right if all ranks see the same infinities, as they do after an average: the scales are equal.
+    """
+    by_step: dict[int, dict[int, float]] = {}
+    for rank in run.ranks if run.world > 1 else ():
+        for fact in rank.facts["scale"]:
+            by_step.setdefault(fact["n"], {})[rank.rank] = fact["scale"]
+    for step, scales in sorted(by_step.items()):
+        if len(scales) == run.world and len(set(scales.values())) > 1:
+            listed = ", ".join(f"rank {r}: {number(s)}" for r, s in list(scales.items())[:8])
+            yield finding(
+                "scaler_scales_differ",
+                f"After step {step} the loss scales are {listed}.",
+                run.ranks[0].facts["scale"][-1]["place"],
+                "Unscale gradients that are already averaged, or all-reduce found_inf "
+                "(torch.distributed.fsdp.sharded_grad_scaler does).",
+            )
+            return
+
+
+@rule("scheduler_steps_per_rank")
+def scheduler_steps_per_rank(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """The scheduler steps W times per optimizer step, and its schedule ends early.
+
+    Right if the schedule was computed for W times as many steps: the rate is then still changing
+    when the run ends. Accelerate's prepared scheduler is made for that. Another mistake if a
+    backward comes between: one call per micro-batch, and as many micro-batches as ranks.
+    """
+    by_scheduler: dict[int, list[ScheduleFact]] = {}
+    for fact in run.ranks[0].facts["schedule"] if run.world > 1 else ():
+        by_scheduler.setdefault(fact["scheduler"], []).append(fact)
+    for history in by_scheduler.values():
+        last = history[-1]
+        count, taken, total = last["count"], last["steps"], last["total"]
+        together = Counter(fact["backwards"] for fact in history[: 40 * run.world])
+        often = together.most_common(1)[0][1]
+        if taken < 3 or not near(count, taken * run.world, 0.12) or often < run.world:
+            continue
+        rates = [fact["rate"] or 0.0 for fact in history]
+        counts = [0, *(fact["count"] for fact in history)]
+        ended = sum(
+            now - before
+            for (before, now), rate in zip(pairwise(counts), rates, strict=True)
+            if rate <= 1e-6 * max(rates)
+        )
+        if (total is not None and count > total) or ended > 0.25 * count:
+            yield finding(
+                "scheduler_steps_per_rank",
+                f"The scheduler stepped {count} times in {taken} optimizer steps, "
+                f"{run.world} times each, and its schedule was over before the run was.",
+                last["place"],
+                "Do not pass the scheduler to prepare(), or give it world_size times as many steps "
+                "(accelerate: split_batches, step_scheduler_with_optimizer).",
+            )
+            return

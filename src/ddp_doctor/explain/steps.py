@@ -1,0 +1,224 @@
+"""The steps of a run: how each combined the ranks, and the losses that its backwards came through.
+
+Of a loss term, two numbers are seen on each rank r and in each micro-batch k: the count n_rk of
+items, and its *share* s_rk, the gradient that arrives there. It is 1 for a mean that is
+back-propagated as it is, and 1/K for one that is divided by K micro-batches. With α of P0, the sum
+T = α · Σ s_rk is 1 if every rank's and micro-batch's mean counts once and nothing else scales.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ddp_doctor.explain.combination import Combination, combination, rescaled
+from ddp_doctor.explain.numbers import alike
+from ddp_doctor.facts.merged import Run, Window
+from ddp_doctor.facts.types import Groups, ScalingFact, TermFact, WindowFact
+
+LITERAL = re.compile(r"[\d.e+-]+", re.IGNORECASE)
+
+
+def is_literal(operation: ScalingFact) -> bool:
+    """Whether the code writes a factor as a number."""
+    return bool(LITERAL.fullmatch(operation["operand"]))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One loss term of one rank in one micro-batch. `share` is s_rk, `count` is n_rk."""
+
+    rank: int
+    micro: int
+    count: float
+    share: float
+    fact: TermFact
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: P0, and its loss terms, the one that counts most first."""
+
+    window: Window
+    combination: Combination
+    terms: list["Term"]
+
+    @property
+    def main(self) -> "Term | None":
+        return self.terms[0] if self.terms else None
+
+
+@dataclass(frozen=True)
+class Term:
+    """One loss term of a step, a function and its place, on all ranks that have it."""
+
+    function: str
+    place: str
+    entries: list[Entry]
+    scaling: list[ScalingFact]
+    alpha: float | None
+    several: bool  # its micro-batches are losses of their own: see `_several`
+
+    @property
+    def reduction(self) -> str:
+        return self.entries[0].fact["reduction"]
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is a loss function, and no sum or mean."""
+        return self.entries[0].fact["loss"]
+
+    @property
+    def micros(self) -> int:
+        """How many micro-batches it is in, on the rank with most."""
+        return max(Counter(rank for rank, _ in {(e.rank, e.micro) for e in self.entries}).values())
+
+    @property
+    def items(self) -> float:
+        """The items of this step over all ranks and micro-batches."""
+        return sum(entry.count for entry in self.entries)
+
+    @property
+    def total(self) -> float | None:
+        """T; None where α was not measured."""
+        return None if self.alpha is None else self.alpha * sum(e.share for e in self.entries)
+
+    @property
+    def regular(self) -> bool:
+        """Whether each rank and micro-batch has one such term."""
+        return set(Counter((e.rank, e.micro) for e in self.entries).values()) == {1}
+
+    def by(self, key: Callable[[Entry], Any]) -> dict[Any, tuple[float, float]]:
+        """(items, share) of the entries with the same key: a rank, a micro-batch, or both."""
+        sums: dict[Any, tuple[float, float]] = {}
+        for entry in self.entries:
+            count, share = sums.get(key(entry), (0.0, 0.0))
+            sums[key(entry)] = (count + entry.count, share + entry.share)
+        return dict(sorted(sums.items()))
+
+
+def steps_of(run: Run) -> list[Step]:
+    """The complete steps whose optimizer has gradients."""
+    windows = [window for window in run.complete if window.trains]
+    clipped = scaled_differently(windows)
+    return [_step(window, run, clipped) for window in windows]
+
+
+def scaled_differently(windows: list[Window]) -> bool:
+    """Whether the script scales gradients after backward, by another factor in some step, and by no
+    step's number of items: a clip does. A factor that is equal in all steps belongs to P0.
+    """
+    factors = [rescaled(window) for window in windows]
+    if alike(factors, 1e-3):
+        return False
+    products = []
+    for window, factor in zip(windows, factors, strict=True):
+        counts = [sum(entry.count for entry in of) for of in _entries(window).values()]
+        products.append([count * factor for count in counts])
+    constant = [alike(list(of), 1e-3) for of in zip(*products, strict=False)]
+    return not any(constant)
+
+
+def _step(window: Window, run: Run, clipped: bool) -> Step:
+    combined = combination(window, run, clipped)
+    entries = _entries(window)
+    keys = sorted(entries, key=lambda key: _importance(entries[key]), reverse=True)
+    return Step(window, combined, [_term(window, run, k, entries[k], combined) for k in keys])
+
+
+def _term(
+    window: Window,
+    run: Run,
+    key: tuple[str, str],
+    entries: list[Entry],
+    combined: Combination,
+) -> Term:
+    # Micro-batches are the backward passes that this term is in, counted per rank from 0.
+    order = {
+        rank: sorted({entry.micro for entry in entries if entry.rank == rank})
+        for rank in window.ranks
+    }
+    sign = -1.0 if all(entry.share < 0 for entry in entries) else 1.0  # a loss that is minus a sum
+    entries = [
+        replace(entry, micro=order[entry.rank].index(entry.micro), share=sign * entry.share)
+        for entry in entries
+    ]
+    scaling = [operation for _, fact in window for operation in fact["scaling"]]
+    distinct = {(each["op"], each["value"], each["place"], each["text"]): each for each in scaling}
+    several = all(_several(fact, order[rank]) for rank, fact in window)
+    return Term(
+        *key,
+        _counted_once(entries, run.readers),
+        list(distinct.values()),
+        combined.factor if combined.kind != "apart" else None,
+        several,
+    )
+
+
+def _entries(window: Window) -> dict[tuple[str, str], list[Entry]]:
+    """The loss terms of all ranks by function and place, without penalties on parameters."""
+    terms: dict[tuple[str, str], list[Entry]] = {}
+    for rank, fact in window:
+        for micro, backward in enumerate(fact["backwards"]):
+            scale = backward.get("scale") or 1.0
+            for term in backward.get("terms", ()):
+                entry = Entry(rank, micro, term["count"], _share(term) / scale, term)
+                terms.setdefault((term["function"], term["place"]), []).append(entry)
+    penalties = [key for key, of in terms.items() if any(e.fact.get("over_parameters") for e in of)]
+    return {key: entries for key, entries in terms.items() if key not in penalties}
+
+
+def _importance(entries: list[Entry]) -> tuple[bool, int, float]:
+    """A loss function counts more than a mean; then how many backwards a term is in; its share."""
+    backwards = {(entry.rank, entry.micro) for entry in entries}
+    return entries[0].fact["loss"], len(backwards), sum(abs(entry.share) for entry in entries)
+
+
+def _counted_once(entries: list[Entry], readers: Groups) -> list[Entry]:
+    """One entry for each term that several ranks compute from the same data: their shares add up.
+
+    Its items are those of one of these ranks.
+    """
+    leader = {rank: group[0] for group in readers for rank in group}
+    found: dict[tuple[int, int, int], Entry] = {}
+    calls: Counter[tuple[int, int]] = Counter()
+    for entry in entries:
+        at = entry.rank, entry.micro
+        key = (leader[entry.rank], entry.micro, calls[at])
+        calls[at] += 1
+        share = found[key].share + entry.share if key in found else entry.share
+        found[key] = replace(found.get(key, entry), rank=key[0], share=share)
+    return list(found.values())
+
+
+def _several(fact: WindowFact, micros: list[int]) -> bool:
+    """Whether one helper is called several times per step, each time for its own loss.
+
+    For example for real and fake samples, or for different tasks.
+    The micro-batches of an accumulation come from one call in a loop. A last one, outside of the
+    loop and of no_sync, comes less often.
+    """
+    calls = Counter(fact["backwards"][micro].get("call") for micro in micros)
+    unsynced = any(not forward["sync"] for forward in fact["forwards"])
+    return len(calls) > 1 and len(set(calls.values())) == 1 and not unsynced
+
+
+def _share(term: TermFact) -> float:
+    factor = term["factor"]
+    return factor * term["count"] if term["reduction"] == "sum" else factor
+
+
+def by_optimizer(steps: list[Any]) -> dict[int, list[Any]]:
+    """Windows, or steps, of each optimizer."""
+    found: dict[int, list[Any]] = {}
+    for one in steps:
+        window = one.window if isinstance(one, Step) else one
+        found.setdefault(window.optimizer, []).append(one)
+    return found
+
+
+def usual_length(steps: list[Step]) -> int:
+    """The most common number of micro-batches per step; of two equally common ones the larger."""
+    counts = Counter(step.main.micros for step in steps if step.main is not None)
+    return max(counts, key=lambda length: (counts[length], length), default=0)

@@ -1,0 +1,300 @@
+"""What a solution may use without a person's look: a list of what is allowed, with nothing built.
+
+A solution's process belongs to the student, so nothing that it records is proof, and no list of
+forbidden names is complete. Allowed are imports from a list, the public names of these modules and
+of plain values, and what the solution defines for itself. Everything else that it names is told,
+with its line: it is graded all the same.
+"""
+
+import ast
+import builtins
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from grader.source import parse
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MODULES = _words("""
+torch torch.distributed torch.distributed.device_mesh torch.nn torch.nn.init torch.nn.functional
+torch.nn.utils torch.autograd torch.optim torch.func torch.linalg torch.futures torch.cuda
+torch.random torch.autograd.graph torch.autograd.functional torch.utils torch.utils.checkpoint
+torch.utils.hooks numpy math functools itertools collections contextlib dataclasses typing
+threading time random copy abc enum queue heapq bisect operator statistics concurrent.futures
+collections.abc __future__ asyncio string numbers warnings
+""")
+# Functions on tensors whose names begin with an underscore all the same.
+_PRIVATE = _words("""
+_coalescing_manager _flatten_dense_tensors _functional_collectives _unflatten_dense_tensors
+_utils
+""")
+# Public names of these that reach files, processes, frames, code, or torch's own answers.
+_DENIED = _words("""
+DataParallel DataSource DistributedDataParallel FileStore Formatter ForwardRef GroupMember
+HashStore Logger PrefixStore ProcessPoolExecutor Reducer Store TCPStore attrgetter call_soon
+catch_warnings compile create_subprocess_exec create_subprocess_shell dump dumps
+evaluate_forward_ref excepthook formatwarning from_file fromfile fromregex genfromtxt
+get_asyncgen_hooks get_type_hints load loadtxt memmap methodcaller mro open_connection
+open_unix_connection register_object remote_parameters safe_get_attr save savetxt savez
+savez_compressed set_default_tensor_type set_module setprofile setprofile_all_threads settrace
+settrace_all_threads showwarning start_server start_unix_server storage subprocess_exec
+subprocess_shell tofile typename
+""")
+_VALUES = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    list,
+    dict,
+    set,
+    tuple,
+    range,
+    slice,
+    Exception,
+    property,
+)
+_NO_BUILTINS = _words("""
+breakpoint compile dir eval exec globals help input locals memoryview open vars
+""")
+_BY_NAME = {"getattr", "setattr", "delattr", "hasattr"}
+# Special methods and names that a solution may define and use.
+_METHODS = _words("""
+__add__ __aenter__ __aexit__ __aiter__ __all__ __anext__ __await__ __bool__ __call__
+__contains__ __delitem__ __enter__ __eq__ __exit__ __float__ __ge__ __getitem__ __gt__ __hash__
+__index__ __init__ __int__ __iter__ __le__ __len__ __lt__ __main__ __mul__ __name__ __ne__
+__neg__ __new__ __next__ __post_init__ __radd__ __repr__ __rmul__ __rsub__ __setitem__ __slots__
+__str__ __sub__ __truediv__
+""")
+_GIVEN = {"torch", "dist", "nn"}
+_MOST = 5  # that are told of one cell
+
+
+def unusual(source: str, known: str = "") -> list[str]:
+    """What `source` names beyond what is allowed: "line 3: open". The first few, in order.
+
+    `known`: the teacher's code, whose names a solution may use, too.
+    """
+    try:
+        tree, given = parse(source), parse(known)
+        found = dict.fromkeys(_of(tree, _own(tree) | _own(given) | _attributes(given)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # it will not run either
+        return []
+    told = [f"line {line}: {what[:60]}" for line, what in sorted(found)]
+    return told[:_MOST] + [f"{len(told) - _MOST} more"] * (len(told) > _MOST)
+
+
+@functools.cache
+def _allowed() -> frozenset[str]:
+    """The public names of the allowed modules, of their classes, and of plain values.
+
+    A module in them is allowed by its name only if it is on the list. Imports torch: 2 s.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.utils.hooks import RemovableHandle
+
+    found = {part for name in _MODULES for part in name.split(".")} | _PRIVATE
+    for name in _MODULES:
+        inside = vars(importlib.import_module(name))
+        found |= {key for key, value in inside.items() if type(value) is not types.ModuleType}
+    functional = importlib.import_module("torch.distributed._functional_collectives")
+    found |= set(functional.__all__ if hasattr(functional, "__all__") else ())
+    found |= {"all_gather_tensor", "reduce_scatter_tensor", "wait_tensor", "all_to_all_single"}
+    classes = [torch.Tensor, torch.nn.Module, torch.nn.Linear, torch.nn.Embedding, torch.optim.SGD]
+    classes += [torch.Generator, torch.Size, torch.dtype, torch.device, torch.futures.Future]
+    classes += [torch.UntypedStorage, torch.autograd.Function, torch.autograd.function.FunctionCtx]
+    classes += [torch.autograd.graph.Node, torch.nn.ModuleDict, torch.nn.ModuleList, dist.Work]
+    classes += [dist.ReduceOp, dist.DeviceMesh, RemovableHandle, torch.finfo, dist.ProcessGroup]
+    for name in ("threading", "collections", "queue", "concurrent.futures", "random", "asyncio"):
+        public = vars(importlib.import_module(name)).values()
+        classes += [one for one in public if isinstance(one, type)]
+    for one in (*classes, *_VALUES):
+        found |= set(dir(one))
+    found |= {"next_functions", "variable", "group", "WORLD", "ndarray", "saved_tensors", "grad"}
+    found |= {"weight", "bias", "in_features", "out_features", "num_embeddings", "embedding_dim"}
+    found |= {name for name in dir(torch) if name.startswith("_foreach_")}
+    private = {one for one in found if one.startswith("_") and not one.startswith("_foreach_")}
+    return frozenset(found - (private - _PRIVATE) - _DENIED)
+
+
+@functools.cache
+def _reserved() -> frozenset[str]:
+    """Names that lead out of a solution wherever they stand: no own attribute may bear one."""
+    roots = ["sys", "os", "inspect", "gc", "ctypes", "builtins", "importlib", "threading", "pickle"]
+    roots += ["traceback", "torch._C", "torch._C._distributed_c10d", "torch.nn.parallel"]
+    parts = ("fsdp", "optim", "tensor", "tensor.parallel", "algorithms.join", "distributed_c10d")
+    roots += ["torch.distributed", *(f"torch.distributed.{part}" for part in parts)]
+    found = {name for name in sys.stdlib_module_names if name not in _MODULES}
+    for name in roots:  # not what happens to be loaded: the mark depends on the text alone
+        inside = vars(importlib.import_module(name))
+        found |= {key for key, value in inside.items() if callable(value)}
+        found.add(name.rpartition(".")[2])
+    kinds = [types.FrameType, types.CodeType, types.TracebackType, types.FunctionType, type]
+    kinds += [types.GeneratorType, types.CoroutineType, types.CellType, types.ModuleType]
+    found |= {name for kind in kinds for name in dir(kind)} - set(dir(str)) | _DENIED
+    # Modules inside of torch whose names are a solution's own words, too. What is in them stays.
+    return frozenset(found - _allowed() - {"_shard", "_tensor", "shard", "run", "rank", "logger"})
+
+
+def _own(tree: ast.AST) -> set[str]:
+    """The attributes that the code defines: by a class's body, or by storing them."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        if isinstance(node, ast.Call) and len(node.args) == 3:  # object.__setattr__(self, "x", x)
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            named = getattr(node.args[1], "value", None)
+            if called in ("setattr", "__setattr__") and isinstance(named, str):
+                found.add(named)
+        for one in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(one.name)
+            targets = one.targets if isinstance(one, ast.Assign) else [getattr(one, "target", None)]
+            found |= {name.id for part in targets if part is not None
+                      for name in ast.walk(part) if isinstance(name, ast.Name)}  # fmt: skip
+    return found
+
+
+def _attributes(tree: ast.AST) -> set[str]:
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def _of(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
+    """Each place, (line, what), where the code names something that is not allowed."""
+    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    taken = {
+        (one.asname or one.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for one in node.names
+    } | _GIVEN
+    plain = own | _looped(tree)
+    above = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((line, name) for name in _imported(node))
+        elif isinstance(node, ast.Attribute):
+            theirs = _root(node) in taken  # a module's names are never the solution's own
+            if not _may(node.attr, set() if theirs else own) and not _is_own_base(node):
+                yield line, f".{node.attr}"
+            elif isinstance(node.ctx, ast.Store | ast.Del) and theirs:
+                yield line, f"changes {_root(node)}"
+        elif isinstance(node, ast.Name):
+            if not _may_name(node, called.get(id(node)), plain, above.get(id(node))):
+                yield line, node.id
+        elif isinstance(node, ast.MatchClass):
+            yield from ((line, f".{key}") for key in node.kwd_attrs if not _may(key, own))
+        elif isinstance(node, ast.ClassDef):
+            yield from ((line, str(one.arg)) for one in node.keywords)
+            for one in node.body:
+                if isinstance(one, ast.FunctionDef) and not _may(one.name, own):
+                    yield one.lineno, one.name
+        elif isinstance(node, ast.Constant) and _leads_out(node.value):
+            yield line, repr(node.value)
+
+
+def _may(name: str, own: set[str]) -> bool:
+    """Whether an attribute may be named: public and known, or the solution's own."""
+    if name.startswith("__") and name.endswith("__"):
+        return name in _METHODS
+    return name in _allowed() or (name in own and name not in _reserved())
+
+
+def _is_own_base(node: ast.Attribute) -> bool:
+    """Whether it is `super().…`, or `object.__setattr__`, which sets what it is given."""
+    base = node.value
+    if isinstance(base, ast.Name):
+        return base.id == "object" and node.attr == "__setattr__"
+    return (
+        isinstance(base, ast.Call) and isinstance(base.func, ast.Name) and base.func.id == "super"
+    )
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _looped(tree: ast.AST) -> set[str]:
+    """Variables that only loops bind, each with a "$"; none where a string could be built of parts.
+
+    Such as `for name in names: delattr(layer, name)`.
+    """
+    loops = [n for n in ast.walk(tree) if isinstance(n, ast.For | ast.comprehension)]
+    bound = {id(n): n.id for one in loops for n in ast.walk(one.target) if isinstance(n, ast.Name)}
+    stored = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    names = set(bound.values()) - {n.id for n in stored if id(n) not in bound}
+    own = _own(tree)
+    docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    for node in ast.walk(tree):
+        text = isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+        if text and id(node) not in docs and not (node.value in own or node.value in _allowed()):
+            return set()
+        built = isinstance(node, ast.Attribute) and node.attr in set(dir(str)) - _of_tensors()
+        if (
+            built
+            or isinstance(node, ast.JoinedStr)
+            or (
+                isinstance(node, ast.Name)
+                and node.id in ("chr", "str", "repr", "bytes", "bytearray")
+            )
+        ):
+            return set()
+    return {f"${name}" for name in names}
+
+
+def _of_tensors() -> set[str]:
+    import torch
+
+    return set(dir(torch.Tensor))
+
+
+def _leads_out(text: Any) -> bool:
+    """Whether a string is such a name, or a format that names one."""
+    if not isinstance(text, str):
+        return False
+    whole = text.startswith("__") and text.endswith("__") and text not in _METHODS
+    return whole or ("{" in text and "._" in text) or (text.startswith("_") and text in _reserved())
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The names that an import takes and may not."""
+    allowed = {*_MODULES, "torch.distributed._functional_collectives", "torch._utils"}
+    if isinstance(node, ast.Import):
+        return [one.name for one in node.names if one.name not in allowed]
+    names = [f"{node.module}.{one.name}" for one in node.names]
+    if node.level or node.module not in allowed:
+        return names
+    last = [name.rpartition(".")[2] for name in names]
+    return [a for a, b in zip(names, last, strict=True) if b not in _allowed() and a not in allowed]
+
+
+def _may_name(node: ast.Name, call: ast.Call | None, own: set[str], above: ast.AST | None) -> bool:
+    """Whether a name may stand here. `getattr` may with a name that is written out."""
+    if node.id in _BY_NAME:
+        return call is not None and len(call.args) > 1 and _is_written_out(call.args[1], own)
+    if node.id == "type":
+        return (call is not None and len(call.args) == 1) or isinstance(above, ast.Subscript)
+    if node.id.startswith("__") and node.id.endswith("__"):
+        return node.id in _METHODS
+    return not (node.id in _NO_BUILTINS and hasattr(builtins, node.id)) or isinstance(
+        node.ctx, ast.Store
+    )
+
+
+def _is_written_out(name: ast.AST, own: set[str]) -> bool:
+    if isinstance(name, ast.Name):
+        return f"${name.id}" in own
+    return isinstance(name, ast.Constant) and isinstance(name.value, str) and _may(name.value, own)

@@ -1,0 +1,84 @@
+"""A fork of a server, to be looked after as a `subprocess.Popen` is."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from labkit.launch.forks import ForkServer, start_forked
+
+_LOOK_EVERY = 0.5  # seconds
+
+
+class ForkedPopen:
+    """Runs a function in a fork of a server.
+
+    The process, with all that it started, ends when this object's process ends, or with `close`.
+    """
+
+    stdin = stdout = stderr = None  # it inherits them
+
+    def __init__(
+        self, server: ForkServer, target: Callable[..., object], *args: Any, **place: Any
+    ) -> None:
+        """Start `target(*args)`, pickled by name; `place` is handed to `start_forked`.
+
+        Raises NotStartedError, EOFError, or OSError.
+        """
+        self.returncode: int | None = None  # negative for a signal
+        with contextlib.ExitStack() as fork:
+            self._connection = fork.enter_context(server.forked(_supervise, target, args, place))
+            self.pid: int = self._connection.recv()
+            self._fork = fork.pop_all()
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self.wait(0)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The exit code, once it has ended; None if that takes longer than `timeout` seconds."""
+        if self.returncode is None and self._connection.poll(timeout):
+            try:
+                self.returncode = self._connection.recv()
+            except (EOFError, OSError):
+                self.returncode = -signal.SIGKILL
+            self.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process and those of its group."""
+        if self.poll() is None:
+            with contextlib.suppress(OSError):
+                self._connection.send(number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it, and wait for its end."""
+        self._fork.close()
+
+
+def _supervise(
+    caller: Connection,
+    target: Callable[..., object],
+    args: tuple[Any, ...],
+    place: dict[str, Any],
+) -> None:
+    process = start_forked(target, *args, **place)
+    caller.send(process.pid)
+    while process.exitcode is None:
+        # A child of the process may hold its sentinel open, so look from time to time, too.
+        if caller in wait([caller, process.sentinel], timeout=_LOOK_EVERY):
+            number = caller.recv()
+            if process.exitcode is None:
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:  # just started, it leads no group yet
+                    os.kill(process.pid, number)
+    caller.send(process.exitcode)

@@ -1,1 +1,0 @@
-"""Stands for diffusers: an encoder of images without weights."""

@@ -1,0 +1,2 @@
+# not judged: ValueError: no data
+raise ValueError('no data')

@@ -1,0 +1,362 @@
+"""What follows from the steps that the ranks and one process wrote."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doctor.noted import rows_of
+
+from ddp_doctor.certificate.measure import HALF, compare, shares
+from ddp_doctor.certificate.plan import (
+    AGAIN,
+    COMBINES,
+    COPIES,
+    DEAL,
+    LATER,
+    OWN,
+    TWICE,
+    WORLD,
+    WORLD_IN_SCRIPT,
+    Part,
+)
+from ddp_doctor.certificate.record import Step, sums_of
+from ddp_doctor.certificate.verdict import has_nothing_of, judge
+from ddp_doctor.facts.certificate import Certificate
+
+SEEN = [
+    {"what": "weights", "key": "0.0", "place": "train.py:9", "weights": 1.0},
+    rows_of(torch.ones(2, 3)),
+]
+
+
+def parts(folder: Path) -> tuple[Part, Part]:
+    return Part(str(folder), "ranks"), Part(str(folder), "one")
+
+
+def step_of(part: Part, rank: int, turn: int, kind: str, facts: dict[str, Any]) -> None:
+    """Write a step like any other, but for these facts."""
+    gradients = facts.pop("gradients", {"0.0": torch.ones(4)})
+    given: dict[str, Any] = {"optimizer": 0, "world": 2, "names": {"0.0": "weight"}}
+    given |= {"backwards": 1, "weights": {"0.0": torch.ones(4)}, "rates": [0.1], "cleared": True}
+    given |= {"seen": SEEN, "sums": {key: sums_of(g) for key, g in gradients.items()}}
+    step = Step(**{**given, "rank": rank, "turn": turn, "kind": kind.replace("_", " ")} | facts)
+    step.write(part, gradients if rank == 0 else None)
+
+
+def written(folder: Path, failed: str = "", **of_the_ranks: list[dict[str, Any]]) -> Certificate:
+    """The verdict on steps: for each kind, what the ranks wrote. One process is like rank 0."""
+    ranks, one = parts(folder)
+    for turn, (kind, facts) in enumerate(of_the_ranks.items()):
+        for rank, of_rank in enumerate(facts):
+            of_one = of_rank.get("one", {})
+            own = {name: value for name, value in of_rank.items() if name != "one"}
+            step_of(ranks, rank, turn, kind, dict(own))
+            if rank == 0:
+                step_of(one, rank, turn, kind, own | of_one)
+    ranks.path(WORLD).write_text("2")
+    return judge(ranks, one, failed, "")
+
+
+def gradient(*values: float) -> dict[str, Any]:
+    return {"gradients": {"0.0": torch.tensor(values).float()}}
+
+
+def logged(*values: float) -> dict[str, Any]:
+    fact = {"what": "numbers", "key": "", "place": "train.py:3"}
+    return {"seen": [*SEEN, *(fact | {"values": torch.tensor([one]).double()} for one in values)]}
+
+
+ONES, RAMP, TURNED = gradient(1, 1, 1, 1), gradient(0, 1, 2, 3), gradient(1, 2, 1, 1)
+ELSEWHERE = RAMP | {"seen": [SEEN[0], rows_of(torch.zeros(2, 3))]}  # a deal of other samples
+SAME, NEXT, LIKE_ONE = [{}, {}], f"{LATER}_9", {"one": ONES}
+UNJOINED = "train.py:30 cannot be joined"
+NAMES = {"names": {"0.0": "weight", "0.1": "unused"}}
+
+
+def with_rows(*rows: float) -> dict[str, Any]:
+    return {"seen": [SEEN[0], rows_of(torch.tensor(rows).float()[:, None])]}
+
+
+def in_a_sequence(*values: float) -> dict[str, list[dict[str, Any]]]:
+    """Each rank has a part of a sequence: one process computes the positions of its own."""
+    own = gradient(*values)
+    return {OWN: [own | {"one": ONES | {"numbers": ["train.py:30"]}}, own]}
+
+
+def unequal(**again: Any) -> dict[str, list[dict[str, Any]]]:
+    own = gradient(2, 2.1, 2.2, 2.3)
+    return {OWN: [own | {"one": ONES}, own], AGAIN: [RAMP | again | LIKE_ONE, RAMP | again]}
+
+
+def untrained(second: float) -> dict[str, list[dict[str, Any]]]:
+    ours, theirs, own = ({"untrained": {"book": torch.ones(4) * n}} for n in (1.0, 2.0, second))
+    return {OWN: [ours, own], COPIES: [ours, theirs]}
+
+
+def one_count() -> dict[str, list[dict[str, Any]]]:
+    def seen(count: float, *rows: float) -> dict[str, Any]:
+        return {"seen": [*with_rows(*rows)["seen"], logged(count)["seen"][-1]]}
+
+    twice = gradient(2, 2, 2, 2)
+    return {
+        OWN: [twice | seen(16, 1, 2) | {"one": ONES | seen(8, 1, 2, 3, 4)}, twice | seen(16, 3, 4)]
+    }
+
+
+def of_micro_batches(passes: int) -> dict[str, list[dict[str, Any]]]:
+    own = {"backwards": passes}
+    return {OWN: [own, own], DEAL: [own | ELSEWHERE | LIKE_ONE, own | ELSEWHERE]}
+
+
+# What the ranks wrote, the verdict on it, and a part of the reason or of a note.
+JUDGED = {
+    "weights that differ at a later step, though no gradient does": (
+        {OWN: SAME, NEXT: [{}, {"weights": {"0.0": torch.ones(4) * 1.00001}}]},
+        "different",
+        "At optimizer step 1 (counted from 0), the ranks' weights differ: rank 1's",
+    ),
+    "learning rates that differ": (
+        {OWN: SAME, NEXT: [{}, {"rates": [0.1001]}]},
+        "different",
+        "At optimizer step 1 (counted from 0), rank 1 has a learning rate of 0.1001",
+    ),
+    "a step that is not the same once more": (
+        unequal(unlike=True),
+        "not judged",
+        "the same samples give",
+    ),
+    "a further step of other samples": (
+        unequal(seen=ELSEWHERE["seen"]),
+        "different",
+        "",
+    ),
+    "a gradient that other samples do not change": (
+        {OWN: [with_rows(1, 2), with_rows(3, 4)], COPIES: [with_rows(1, 2)] * 2},
+        "not judged",
+        "Other samples give the same gradient",
+    ),
+    "a count of one rank's that one process has": (
+        one_count(),
+        "not judged",
+        "16 is the ranks' result, 8 that of one process",
+    ),
+    "a deal that matters to the ranks": (
+        {OWN: SAME, DEAL: [TURNED | LIKE_ONE, TURNED]},
+        "different",
+        "",
+    ),
+    "a deal that matters to one process, too": (
+        {OWN: SAME, DEAL: [TURNED, TURNED]},
+        "not judged",
+        "no reference",
+    ),
+    "a deal that matters, though a loss is logged": (
+        {OWN: [logged(0.5, 3, 5)] * 2, DEAL: [logged(0.7, 4, 4) | TURNED | LIKE_ONE] * 2},
+        "different",
+        "",
+    ),
+    "a deal of ranks that hold different parameters": (
+        {
+            OWN: [{"weights": {"0.0": torch.ones(4) * half}} for half in (1, 2)],
+            DEAL: [{"weights": {"0.0": torch.ones(4) * half}} | RAMP for half in (1, 2)],
+        },
+        "not judged",
+        "",
+    ),
+    "a deal of samples that one process could not join": (
+        {
+            OWN: [{"one": gradient(3, 4, 5, 6) | {"unjoined": ["train.py:30"]}}, {}],
+            DEAL: [gradient(2, 3, 4, 5) | {"one": gradient(3, 4, 5, 6)}, gradient(2, 3, 4, 5)],
+        },
+        "not judged",
+        UNJOINED,
+    ),
+    "a deal to ranks that split one batch": (
+        {
+            OWN: [with_rows(1, 2)] * 2,
+            # One has the first row twice, and the other one the second.
+            DEAL: [
+                with_rows(1, 1) | gradient(1, 2, 3, 4) | LIKE_ONE,
+                with_rows(2, 2) | gradient(1, 2, 3, 4),
+            ],
+        },
+        "equal",
+        "",
+    ),
+    "a deal of other samples": (of_micro_batches(1), "equal", ""),
+    "a deal of other samples to micro-batches": (of_micro_batches(2), "not judged", ""),
+    "positions of each rank's own, and a factor": (in_a_sequence(2, 2, 2, 2), "scaled", ""),
+    "positions of each rank's own": (in_a_sequence(2, 2.1, 2.2, 2.3), "not judged", UNJOINED),
+    "untrained parameters that only a step makes differ": (
+        untrained(1.0),
+        "different",
+        "rank 1's book is not rank 0's",
+    ),
+    "untrained parameters that always differ": (untrained(2.0), "equal", ""),
+    "what is not sharded in a sharded model": (
+        {OWN: [{"sharded": True} | ONES, {"sharded": True} | gradient(2, 2, 2, 2)]},
+        "different",
+        "rank 1's is not rank 0's",
+    ),
+    "parameters that grew after the first step": (
+        {OWN: SAME, DEAL: [gradient(1, 1, 1, 1, 1)] * 2, COPIES: [gradient(1, 1, 1, 1, 1)] * 2},
+        "equal",
+        "",
+    ),
+    "parameters without a gradient": ({OWN: [NAMES] * 2}, "equal", "1 of 2 parameters had no"),
+    "gradients that are never cleared": (
+        {OWN: [{"cleared": False}] * 2},
+        "equal",
+        "never called zero_grad()",
+    ),
+    "other rows, though the gradients agree": (
+        {OWN: [{"one": {"seen": [SEEN[0], rows_of(torch.zeros(2, 3))]}}, {}]},
+        "not judged",
+        "does not get the samples",
+    ),
+    "samples that could not be joined, though the gradients agree": (
+        {OWN: [{"one": {"unjoined": ["train.py:30"]}}, {}]},
+        "equal",
+        "if it had the same samples, which is not shown: What the ranks use at train.py:30",
+    ),
+    "a gradient that doubles with the samples": (
+        {OWN: [{"scales": [("train.py:4", 0, 8.0)]}] * 2, TWICE: [gradient(2, 2, 2, 2)] * 2},
+        "not judged",
+        "divided by 8 at train.py:4: a constant",
+    ),
+    "a gradient that stays with twice the samples": (
+        {OWN: [{"scales": [("train.py:4", 0, 8.0)]}] * 2, TWICE: SAME},
+        "equal",
+        "",
+    ),
+    "gradients that no rank combines": (
+        {OWN: [with_rows(1, 2), RAMP | with_rows(3, 4)], COPIES: [with_rows(1, 2)] * 2},
+        "different",
+        "rank 1's is not rank 0's",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_steps_are_judged_by_what_the_ranks_and_one_process_wrote(
+    name: str, tmp_path: Path
+) -> None:
+    facts, verdict, why = JUDGED[name]
+    found = written(tmp_path, **facts)
+    assert found.verdict == verdict
+    assert why in "\n".join([found.why, *found.notes])
+    of = {one.name: one for one in found.properties}
+    if verdict == "not judged" and DEAL in facts:
+        assert (of["P2"].verdict, of["P2"].ratio) == ("not judged", None)
+    if NEXT in facts:
+        assert found.ratio is None
+
+
+def test_a_script_that_ends_with_an_error_is_not_said_to_combine_nothing(tmp_path: Path) -> None:
+    found = written(tmp_path, failed="RuntimeError: no at train.py:3", **{OWN: [{}, RAMP]})
+    assert found.verdict == "not judged"
+    assert "RuntimeError: no at train.py:3" in found.why
+
+
+@pytest.mark.parametrize(
+    ("weights", "optimizer", "verdict"),
+    [(1.0, 0, "not judged"), (1.5, 0, "different"), (1.0, 1, "different")],
+)
+def test_ranks_whose_weights_stay_equal_combine_their_gradients_after_the_optimizer_got_them(
+    weights: float, optimizer: int, verdict: str, tmp_path: Path
+) -> None:
+    """What another optimizer's weights do, as those of a GAN's other half, shows nothing."""
+    own = [{}, RAMP]
+    seen = [{"optimizer": optimizer}, {"optimizer": optimizer} | own[1]]
+    seen[1]["weights"] = {"0.0": torch.ones(4) * weights}
+    found = written(tmp_path, **{OWN: own, f"{LATER}_7": seen, f"{LATER}_8": seen})
+    assert found.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("facts", "mixed_up"),
+    [
+        (RAMP | {"seen": [SEEN[0], rows_of(torch.zeros(2, 3))]}, True),
+        (RAMP | {"seen": [SEEN[0] | {"weights": 2.0}, SEEN[1]]}, False),
+        (gradient(*range(8)), True),  # what the ranks drew as a weight
+    ],
+    ids=["other rows", "other weights", "a weight of all ranks' rows"],
+)
+def test_one_process_is_started_again_if_it_had_other_rows_than_the_ranks_with_their_weights(
+    facts: dict[str, Any], mixed_up: bool, tmp_path: Path
+) -> None:
+    own = {"one": facts}
+    assert written(tmp_path, **{OWN: [own, {}]}).verdict == "not judged"
+    assert has_nothing_of(parts(tmp_path)[1], "") == mixed_up
+
+
+def test_an_optimizer_whose_step_calls_collectives_is_not_said_to_apply_different_gradients(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "ranks").mkdir()
+    parts(tmp_path)[0].path(COMBINES).touch()
+    found = written(tmp_path, **{OWN: [{}, RAMP]})
+    assert found.verdict == "not judged"
+    assert "combined in its step" in found.why
+
+
+def test_copies_and_a_deal_that_agree_are_no_verdict_as_of_a_sum(tmp_path: Path) -> None:
+    own = gradient(2, 2.1, 2.2, 2.3)
+    found = written(tmp_path, **in_a_sequence(2, 2.1, 2.2, 2.3), **{DEAL: [own] * 2, COPIES: SAME})
+    assert [one.verdict for one in found.properties[:3]] == ["not judged", "equal", "equal"]
+    assert found.verdict == "not judged"
+
+
+def test_one_process_that_divides_by_the_number_of_ranks_proves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    parts(tmp_path)[1].path(WORLD_IN_SCRIPT).touch()
+    assert written(tmp_path, **{OWN: SAME}).verdict == "equal"
+    assert (
+        written(tmp_path, **{OWN: [{"scales": [("train.py:4", 0, 0.5)]}] * 2}).verdict
+        == "not judged"
+    )
+
+
+def test_ranks_of_which_only_one_steps_are_not_compared(tmp_path: Path) -> None:
+    failed = "TimeoutError: another rank took no first step within 60 s"
+    found = written(tmp_path, failed, **{OWN: [ONES | {"one": RAMP}]})
+    assert (found.verdict, found.why[:14]) == ("not judged", "Not every rank")
+
+
+def test_ranks_that_weigh_samples_as_one_process_does_do_not_divide_by_their_own_counts() -> None:
+    union, first, other = torch.tensor([3.0, 2.0]), torch.tensor([5.0, 1.0]), {"b": torch.ones(1)}
+    given = [{"w": union}, {"w": 0.9 * union + 0.1 * first}, {"w": first}]
+    assert shares(*given) is not None
+    assert shares(given[0], given[0], given[2]) is None
+    assert shares(given[0] | other, given[1] | other, given[2]) is None
+    assert shares({"w": 0.9 * union}, *given[1:]) is None, "the weights do not add up to 1"
+
+
+@pytest.mark.parametrize(
+    ("turned", "factor", "kind"),
+    [
+        (0.0, 1.0, "equal"),
+        (0.02, 1.0, "different"),
+        (0.0, 1.004, "scaled"),
+        (0.0005, 2.0, "scaled"),
+    ],
+)
+def test_an_error_of_two_percent_is_neither_equal_nor_a_factor(
+    turned: float, factor: float, kind: str
+) -> None:
+    wanted = torch.tensor([1.0, 0.0, 0.0])
+    got = factor * torch.tensor([1.0, turned, 0.0])
+    assert compare({"w": got}, {"w": wanted}, {}).kind == kind
+    assert compare({"w": wanted * 1.004}, {"w": wanted}, {}, HALF).kind == "equal"
+
+
+@pytest.mark.parametrize(
+    ("gradients", "said"), [({"0.0": torch.zeros(2)}, "is zero"), ({}, "get no gradient")]
+)
+def test_a_zero_gradient_and_no_gradient_are_told_apart(
+    gradients: dict[str, torch.Tensor], said: str, tmp_path: Path
+) -> None:
+    found = written(tmp_path, **{OWN: [{"gradients": gradients}] * 2})
+    assert (found.verdict, found.world) == ("not judged", 2)
+    assert said in found.why

@@ -1,0 +1,173 @@
+"""Limits hold for every teacher: memory, threads, time, and what an answer may hold."""
+
+import csv
+import io
+import struct
+import time
+import zipfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from grader_notebooks import first_assignment
+
+from grader import sandbox
+from grader.answer_key import Outcome, run_check
+from grader.grade import CheckResult, Result
+from grader.inside.values import MOST_TEXT, ValuesError, pack, unpack
+from grader.outputs import observation, text_of
+from grader.report import folder_name, sentence_of, write_csv
+from grader.sandbox import Forks, Sandbox, SandboxError
+
+ESCAPES = """
+import ctypes, mmap, os, threading
+
+def draw(rng, ranks):
+    return [{}] * ranks
+
+def on_rank(student, given):
+    libc, count, end = ctypes.CDLL(None), 0, threading.Event()
+    def tried(action):
+        try:
+            return bool(action())
+        except OSError:
+            return False
+    def of_zeros():
+        with open("/dev/zero", "r+b") as file:
+            return mmap.mmap(file.fileno(), 1 << 20)
+    found = {
+        "a user namespace": libc.unshare(0x10000000) == 0,
+        "one by clone": libc.syscall({"x86_64": 56}.get(os.uname().machine, 220), 0x10000011, 0, 0, 0, 0) >= 0,
+        "System V": libc.shmget(0, 1 << 20, 0o1600) >= 0,
+        "shared": tried(lambda: mmap.mmap(-1, 1 << 20)),
+        "zeros": tried(of_zeros),
+        "memfd": tried(lambda: os.memfd_create("x")),
+    }
+    return {name: str(got) for name, got in found.items()}
+"""  # noqa: E501
+THREADS = """
+import threading, time
+
+def draw(rng, ranks):
+    return [{}] * ranks
+
+def on_rank(student, given):
+    threading.stack_size(32768)
+    count = 0
+    try:
+        for count in range(3000):
+            threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+    except RuntimeError:
+        pass
+    time.sleep(1)
+    return {"threads": count}
+"""
+STOPS = """
+import os, signal, time
+
+def draw(rng, ranks):
+    return [{}] * ranks
+
+def on_rank(student, given):
+    os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture(params=["root of the system, where one runs this", "any other teacher"])
+def teacher(request, monkeypatch):
+    if request.param == "any other teacher":  # namespaces of a user's own, also for root
+        monkeypatch.setattr(sandbox.walls, "is_root", lambda: False)
+    forks = Forks(False)
+    monkeypatch.setitem(sandbox.FORKS, False, forks)
+    yield request.param
+    forks.end()
+
+
+def outcome_of(source: str, seconds: float = 12) -> Outcome:
+    check = replace(first_assignment().checks[0], source=source)
+    with Sandbox() as one:
+        [outcome] = run_check(one, check, [], [[{}, {}]], 0, seconds=seconds)
+    return outcome
+
+
+@pytest.mark.slow
+def test_no_namespace_and_no_memory_that_no_process_owns(teacher):
+    found = outcome_of(ESCAPES).results
+    assert found is not None
+    assert all(got == dict.fromkeys(got, "False") for got in found)
+
+
+@pytest.mark.slow
+def test_threads_are_limited_and_none_beyond_that_survives(teacher):
+    outcome = outcome_of(THREADS)
+    counted = [one["threads"] for one in outcome.results or ()]
+    assert sum(counted) < 256 if counted else "too many" in outcome.stopped["states"]
+
+
+@pytest.mark.slow
+def test_a_stopped_supervisor_costs_a_check_its_own_limit():
+    outcome_of(ESCAPES)  # starts what is forked
+    before = time.monotonic()
+    assert outcome_of(STOPS, seconds=3).timed_out
+    assert time.monotonic() - before < 30
+
+
+def test_bubblewraps_own_sentence_is_shown_before_anything_is_graded(monkeypatch, tmp_path):
+    program = tmp_path / "bwrap"
+    program.write_text(
+        "#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2\nexit 1\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sandbox, "_program", lambda: str(program))
+    monkeypatch.setitem(sandbox.FORKS, False, Forks(False))
+    with Sandbox() as one, pytest.raises(SandboxError, match=r"uid map: Perm.*AppArmor"):
+        one.ask({"call": "draw", "draws": []}, 10)
+
+
+@pytest.mark.parametrize("value", [{"k" * 300: [1]}, [1] * 30_000, ["x" * MOST_TEXT]])
+def test_an_answer_has_limits_of_its_own(value):
+    with pytest.raises(ValuesError):
+        unpack(pack(value), MOST_TEXT)
+
+
+def test_members_of_an_archive_that_overlap_are_refused():
+    file = io.BytesIO()
+    np.savez(file, a=np.zeros(1000), b=np.zeros(1000))
+    data = bytearray(file.getvalue())
+    with zipfile.ZipFile(file) as archive:
+        places = [one.header_offset for one in archive.infolist()]
+    second = data.rindex(b"PK\x01\x02")
+    data[second + 42 : second + 46] = struct.pack("<I", places[0])
+    many = bytes(data[: data.index(b"PK\x01\x02")])
+    entry = bytes(data[data.index(b"PK\x01\x02") : second])
+    end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 9, 9, 9 * len(entry), len(many), 0)
+    with pytest.raises(ValuesError):
+        unpack(many + 9 * entry + end)
+
+
+def test_a_table_of_a_long_answer_has_an_end_and_differs_from_another():
+    one, other = ({str(n): n for n in range(20_000)} for _ in range(2))
+    other["19999"] = 0
+    assert len(text_of([one], None, 1e-4)) < 110_000
+    assert text_of([one], None, 1e-4) != text_of([other], None, 1e-4)
+
+
+def test_a_right_answer_with_one_more_key_is_told_what_is_too_much():
+    own, key = {"a": np.ones(2, "f4") * 1.000001, "b": np.ones(1)}, {"a": np.ones(2, "f4")}
+    assert observation([own], [key], 1e-4) == "Rank 0 returned b, which is too much."
+
+
+def test_nobody_lands_in_anothers_folder():
+    names = ["O'Brien", folder_name("O'Brien")]
+    assert len({folder_name(name) for name in names}) == 2
+
+
+def test_a_table_is_readable_whatever_a_note_or_a_line_holds(tmp_path):
+    checks = [CheckResult("c", 1, 0, True, sentence="no\x1b[2J", line="\x1b]0;title\x07")]
+    result = Result("s", "a", "A", 1, checks, notes=["x" * 190_000])
+    write_csv([result], tmp_path / "grades.csv")
+    text = (tmp_path / "grades.csv").read_text()
+    [row] = csv.DictReader(io.StringIO(text))
+    assert len(row["notes"]) <= 8_000
+    assert "\x1b" not in text + sentence_of(checks[0])

@@ -3,7 +3,6 @@
 import os
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest

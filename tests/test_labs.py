@@ -3,7 +3,6 @@
 import os
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
@@ -252,27 +251,3 @@ def test_make_explains_itself(arguments, said):
     command = ["make", "--no-print-directory", *arguments]
     done = run_guarded(command, 600, cwd=ROOT, env=environment)
     assert said in done.stdout + done.stderr
-
-
-def test_an_old_python_is_refused_by_name(tmp_path):
-    old = tmp_path / "python3.9"
-    old.write_text(
-        "#!/bin/sh\n"
-        'exec "$PY" -c "import sys; sys.version_info = (3, 9, 2); '
-        'sys.version = \'3.9.2 (old)\'; exec(sys.argv[1])" "$2"\n'
-    )
-    old.chmod(0o755)
-    for name in ("requirements.txt", "constraints.txt", "pyproject.toml"):
-        (tmp_path / name).touch()
-    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
-    done = subprocess.run(
-        ["make", "book", f"PYTHON={old}"],
-        cwd=tmp_path,
-        env={**os.environ, "PY": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode != 0
-    assert "needs Python 3.11 or newer" in done.stderr
-    assert "is 3.9.2" in done.stderr

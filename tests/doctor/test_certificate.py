@@ -110,8 +110,8 @@ def test_rules_look_at_the_number_of_micro_batches_which_no_run_measures() -> No
         for changes in ({}, {"loss / 3": "loss"})
     )
     assert (right.verdict, wrong.verdict) == ("equal", "equal")
-    assert "not divided by the accumulation" not in right.text
-    assert "not divided by the accumulation" in wrong.text
+    assert "The means of the micro-batches are added" not in right.text
+    assert "The means of the micro-batches are added" in wrong.text
 
 
 # What a right script is found to be once it is changed: its name, old and new words, the verdict.

@@ -130,7 +130,7 @@ def test_without_jinja2_one_line_says_so_and_text_and_json_are_written(
     said = capsys.readouterr().err
     assert "2 of 2 ranks" in said
     assert said.count("no page, because Jinja2 is not installed (pip install jinja2)") == 1
-    assert json.loads(target.read_text())["version"] == 1
+    assert json.loads(target.read_text())["version"] == 2
     assert not (tmp_path / "ddp-doctor" / "report.html").exists()
 
 

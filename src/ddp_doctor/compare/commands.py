@@ -79,7 +79,7 @@ def _run(letter: str, command: str, folder: Path, steps: int, limit: float, **gi
 
     if steps < 1:
         raise NotComparableError(f"--steps is {steps}: pass 1 or more.")
-    folder.mkdir()
+    (folder / "tmp").mkdir(parents=True)
     part = Part(str(folder), steps, os.getpid(), **given)
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     paths = [str(SITE), str(SITE.parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -91,7 +91,7 @@ def _run(letter: str, command: str, folder: Path, steps: int, limit: float, **gi
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=environment | part.environment(),
+            env=environment | part.environment() | {"TMPDIR": str(folder / "tmp")},
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )

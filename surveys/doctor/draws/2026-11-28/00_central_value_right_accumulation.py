@@ -1,0 +1,95 @@
+"""PPO-style training with a central value network on several GPUs.
+
+Every rank simulates its own environments. Gradients of both networks are averaged over the
+ranks by hand.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+NUM_ENVS = 32
+OBS, STATE, ACTIONS = 6, 10, 4
+STEPS = 5
+MINIBATCHES = 8  # per update, over all ranks
+SEED = 42
+
+
+class Actor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(OBS, 16), nn.ELU(), nn.Linear(16, ACTIONS))
+
+    def forward(self, obs):
+        return torch.log_softmax(self.net(obs), dim=-1)
+
+
+class CentralValue(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(STATE, 16), nn.ELU(), nn.Linear(16, 1))
+
+    def forward(self, state):
+        return self.net(state).squeeze(-1)
+
+
+def build_models():
+    return [CentralValue(), Actor()]
+
+
+def play(rank, step):
+    """One rollout: observations, global states, actions, returns."""
+    g = torch.Generator().manual_seed(SEED * 1000 + rank * 100 + step)
+    state = torch.randn(NUM_ENVS, STATE, generator=g) + 0.5 * rank
+    obs = state[:, :OBS]
+    actions = torch.randint(ACTIONS, (NUM_ENVS,), generator=g)
+    returns = state.sum(-1) + torch.randn(NUM_ENVS, generator=g)
+    return obs, state, actions, returns
+
+
+def average_gradients(model, world_size):
+    grads = torch.cat([p.grad.view(-1) for p in model.parameters()])
+    dist.all_reduce(grads, op=dist.ReduceOp.SUM)
+    offset = 0
+    for p in model.parameters():
+        p.grad.copy_(grads[offset : offset + p.numel()].view_as(p) / world_size)
+        offset += p.numel()
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(SEED + rank)  # every rank explores differently
+
+    value_net, actor = build_models()
+    for model in (value_net, actor):
+        for p in model.parameters():
+            dist.broadcast(p.data, src=0)
+    value_optimizer = torch.optim.Adam(value_net.parameters(), lr=1e-3)
+    actor_optimizer = torch.optim.Adam(actor.parameters(), lr=3e-4)
+
+    accumulation_steps = MINIBATCHES // world_size
+    for step in range(STEPS):
+        obs, state, actions, returns = play(rank, step)
+        value_optimizer.zero_grad()
+        actor_optimizer.zero_grad()
+        for idx in torch.randperm(NUM_ENVS).chunk(accumulation_steps):
+            values = value_net(state[idx])
+            advantages = returns[idx] - values.detach()
+            value_loss = (returns[idx] - values).pow(2).mean()
+            log_prob = actor(obs[idx]).gather(1, actions[idx, None]).squeeze(1)
+            actor_loss = -(log_prob * advantages).mean()
+            (value_loss / accumulation_steps).backward()
+            (actor_loss / accumulation_steps).backward()
+        average_gradients(value_net, world_size)
+        average_gradients(actor, world_size)
+
+        value_optimizer.step()
+        actor_optimizer.step()
+        if rank == 0:
+            print(f"step {step}: value loss {value_loss.item():.4f}, actor {actor_loss.item():.4f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -215,4 +216,5 @@ def _summary(results: list[Result]) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: nothing is left
     sys.exit(main())

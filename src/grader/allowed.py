@@ -11,6 +11,7 @@ import builtins
 import functools
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -35,17 +36,22 @@ _PRIVATE = _words("""
 _coalescing_manager _flatten_dense_tensors _functional_collectives _unflatten_dense_tensors
 _utils
 """)
-# Public names of these that reach files, processes, frames, code, or torch's own answers.
+# Names of these that reach files, processes, frames, code, other modules' names, communication that
+# is not recorded, or torch's own answers.
 _DENIED = _words("""
-DataParallel DataSource DistributedDataParallel FileStore Formatter ForwardRef GroupMember
-HashStore Logger PrefixStore ProcessPoolExecutor Reducer Store TCPStore attrgetter call_soon
-catch_warnings compile create_subprocess_exec create_subprocess_shell dump dumps
-evaluate_forward_ref excepthook formatwarning from_file fromfile fromregex genfromtxt
-get_asyncgen_hooks get_type_hints load loadtxt memmap methodcaller mro open_connection
-open_unix_connection register_object remote_parameters safe_get_attr save savetxt savez
-savez_compressed set_default_tensor_type set_module setprofile setprofile_all_threads settrace
+ABCMeta CUDAPluggableAllocator DataParallel DataSource DistributedDataParallel EnumMeta EnumType
+FileStore Formatter ForwardRef GroupMember HashStore Logger NamedTupleMeta PrefixStore
+ProcessGroupGloo ProcessPoolExecutor PyTorchFileReader PyTorchFileWriter Reducer Store TCPStore
+_bootstrap _bootstrap_inner _get_backend _invoke_excepthook attrgetter call_soon catch_warnings
+compile create_subprocess_exec create_subprocess_shell dump dumps evaluate_forward_ref
+excepthook formatwarning from_file fromfile fromregex genfromtxt get_args get_asyncgen_hooks
+get_file_path get_group_store get_origin get_type_hints global_enum import_ir_module
+import_ir_module_from_buffer init_process_group load loadtxt make_dataclass memmap methodcaller
+mro open_connection open_unix_connection register_object register_rendezvous_handler
+remote_parameters rendezvous safe_get_attr save savetxt savez savez_compressed
+set_default_tensor_type set_module setprofile setprofile_all_threads settrace
 settrace_all_threads showwarning start_server start_unix_server storage subprocess_exec
-subprocess_shell tofile typename
+subprocess_shell tofile typename update_wrapper wraps
 """)
 _VALUES = (
     int,
@@ -114,12 +120,13 @@ def _allowed() -> frozenset[str]:
     classes += [torch.UntypedStorage, torch.autograd.Function, torch.autograd.function.FunctionCtx]
     classes += [torch.autograd.graph.Node, torch.nn.ModuleDict, torch.nn.ModuleList, dist.Work]
     classes += [dist.ReduceOp, dist.DeviceMesh, RemovableHandle, torch.finfo, dist.ProcessGroup]
-    for name in ("threading", "collections", "queue", "concurrent.futures", "random", "asyncio"):
+    for name in ("threading", "collections", "queue", "concurrent.futures", "random"):
         public = vars(importlib.import_module(name)).values()
         classes += [one for one in public if isinstance(one, type)]
     for one in (*classes, *_VALUES):
         found |= set(dir(one))
     found |= {"next_functions", "variable", "group", "WORLD", "ndarray", "saved_tensors", "grad"}
+    found.add("run_until_complete")
     found |= {"weight", "bias", "in_features", "out_features", "num_embeddings", "embedding_dim"}
     found |= {name for name in dir(torch) if name.startswith("_foreach_")}
     private = {one for one in found if one.startswith("_") and not one.startswith("_foreach_")}
@@ -127,8 +134,20 @@ def _allowed() -> frozenset[str]:
 
 
 @functools.cache
+def _patched() -> frozenset[str]:
+    """Functions of modules and of threads that a solution need not replace in any object."""
+    import torch.distributed as dist
+
+    places = (dist, importlib.import_module("torch.nn.functional"), threading.Thread)
+    found = [(key, value) for one in places for key, value in vars(one).items()]
+    return frozenset(key for key, value in found if type(value) is types.FunctionType)
+
+
+@functools.cache
 def _reserved() -> frozenset[str]:
     """Names that lead out of a solution wherever they stand: no own attribute may bear one."""
+    import torch
+
     roots = ["sys", "os", "inspect", "gc", "ctypes", "builtins", "importlib", "threading", "pickle"]
     roots += ["traceback", "torch._C", "torch._C._distributed_c10d", "torch.nn.parallel"]
     parts = ("fsdp", "optim", "tensor", "tensor.parallel", "algorithms.join", "distributed_c10d")
@@ -140,6 +159,7 @@ def _reserved() -> frozenset[str]:
         found.add(name.rpartition(".")[2])
     kinds = [types.FrameType, types.CodeType, types.TracebackType, types.FunctionType, type]
     kinds += [types.GeneratorType, types.CoroutineType, types.CellType, types.ModuleType]
+    kinds += [torch.UntypedStorage]
     found |= {name for kind in kinds for name in dir(kind)} - set(dir(str)) | _DENIED
     # Modules inside of torch whose names are a solution's own words, too. What is in them stays.
     return frozenset(found - _allowed() - {"_shard", "_tensor", "shard", "run", "rank", "logger"})
@@ -188,11 +208,15 @@ def _of(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
             theirs = _root(node) in taken  # a module's names are never the solution's own
             if not _may(node.attr, set() if theirs else own) and not _is_own_base(node):
                 yield line, f".{node.attr}"
-            elif isinstance(node.ctx, ast.Store | ast.Del) and theirs:
-                yield line, f"changes {_root(node)}"
+            elif isinstance(node.ctx, ast.Store | ast.Del) and (
+                theirs or (node.attr in _patched() and _root(node) != "self")
+            ):
+                yield line, f"changes {_root(node)}.{node.attr}"
         elif isinstance(node, ast.Name):
             if not _may_name(node, called.get(id(node)), plain, above.get(id(node))):
                 yield line, node.id
+            elif node.id == "type" and not _only_compared(above[id(node)], above):
+                yield line, "type(…) kept"
         elif isinstance(node, ast.MatchClass):
             yield from ((line, f".{key}") for key in node.kwd_attrs if not _may(key, own))
         elif isinstance(node, ast.ClassDef):
@@ -202,6 +226,19 @@ def _of(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
                     yield one.lineno, one.name
         elif isinstance(node, ast.Constant) and _leads_out(node.value):
             yield line, repr(node.value)
+
+
+def _only_compared(call: ast.AST, above: dict[int, ast.AST]) -> bool:
+    """Whether the class that `type(x)` returns is compared, named, or called with one argument.
+
+    Kept, it could be `type` itself, which makes classes with methods of any name.
+    """
+    user = above.get(id(call))
+    if isinstance(user, ast.Call):
+        by = getattr(user.func, "id", "")
+        return by in ("isinstance", "issubclass") or (user.func is call and len(user.args) < 2)
+    kinds = ast.Compare | ast.Attribute | ast.FormattedValue | ast.Subscript
+    return not isinstance(call, ast.Call) or isinstance(user, kinds)
 
 
 def _may(name: str, own: set[str]) -> bool:
@@ -284,9 +321,14 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
 def _may_name(node: ast.Name, call: ast.Call | None, own: set[str], above: ast.AST | None) -> bool:
     """Whether a name may stand here. `getattr` may with a name that is written out."""
     if node.id in _BY_NAME:
-        return call is not None and len(call.args) > 1 and _is_written_out(call.args[1], own)
+        if call is None or len(call.args) < 2:
+            return False
+        changed = (
+            getattr(call.args[1], "value", None) if node.id in ("setattr", "delattr") else None
+        )
+        return changed not in _patched() and _is_written_out(call.args[1], own)
     if node.id == "type":
-        return (call is not None and len(call.args) == 1) or isinstance(above, ast.Subscript)
+        return isinstance(above, ast.Subscript) or (call is not None and len(call.args) == 1)
     if node.id.startswith("__") and node.id.endswith("__"):
         return node.id in _METHODS
     return not (node.id in _NO_BUILTINS and hasattr(builtins, node.id)) or isinstance(

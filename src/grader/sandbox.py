@@ -192,7 +192,9 @@ class Sandbox:
                 if "failed" in ready:
                     raise EndedError(ready["failed"])
                 self._process, self._worked = psutil.Process(ready["ready"]), True
-            return self._exchange(pack(request | {"slow": slow}), seconds)
+            # It first says that it has imported what it needs, and begins.
+            self._exchange(pack(request | {"slow": slow}), START)
+            return self._exchange(None, seconds)
         except EndedError as error:
             self.end()
             if not self._worked:

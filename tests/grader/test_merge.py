@@ -12,7 +12,6 @@ from grader.allowed import unusual
 from grader.merge import known_to, read_submission, without_magics
 from grader.notebook_file import LONGEST, hash_of
 from grader.source import read_assignment
-from surveys.grader.right_solutions import RIGHT
 
 ASSIGNMENT = first_assignment()
 
@@ -88,6 +87,19 @@ import asyncio; asyncio.create_subprocess_shell("ls")
 import numpy; numpy.zeros(1).tofile("/tmp/x")
 import typing; typing.get_type_hints(1)
 dist.fsdp = dist.fully_shard = 1
+next(dist.rendezvous("tcp://127.0.0.1:1"))
+dist.init_process_group("gloo")
+import asyncio; asyncio.new_event_loop().create_server(print)
+import threading; T = threading.Thread; T.run = print
+setattr(dist, "all_reduce", print)
+import functools; functools.update_wrapper(dist, print, ["all_reduce"], [])
+import enum; enum.global_enum(enum.Enum("E", {"all_reduce": 1}, module="torch.distributed"))
+kind = type(int); kind("A", (), {})
+import typing; typing.get_origin(typing.Type[int])("A", (), {})
+import abc; abc.ABCMeta("A", (), {})
+import dataclasses; dataclasses.make_dataclass("A", [])
+self._get_backend = 0; group._get_backend("cpu")
+self._set_from_file = 0; storage._set_from_file(1)
 """.strip().splitlines()
 
 
@@ -98,7 +110,10 @@ def test_what_reaches_beyond_a_solution_is_told_with_its_line(source):
     assert told[0].startswith("line 2: ")
 
 
+@pytest.mark.slow
 def test_of_the_right_solutions_only_one_by_torchs_own_sharding_is_marked():
+    from surveys.grader.right_solutions import RIGHT
+
     paths = sorted(ASSIGNMENTS.glob("*.ipynb"))
     marked = [
         name

@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -162,7 +163,7 @@ class RecordedLaunches(RecordedCollectives):
         super().__init__()
         self.launches: list[Launch] = []
         self.progress = 0
-        _record_threads(self)
+        _record_elsewhere(self)
 
     def before(self, launch: LaunchedCollective) -> None:
         self.launches.append(_launch(launch, self.progress))
@@ -209,14 +210,31 @@ def _launch(launch: LaunchedCollective, progress: int) -> Launch:
     return Launch(op, tuple(sizes), nbytes, progress)
 
 
-def _record_threads(seen: RecordedLaunches) -> None:
-    """Make the threads that a student starts record, too: a dispatch mode is a thread's own."""
-    run = threading.Thread.run
+def _record_elsewhere(seen: RecordedLaunches) -> None:
+    """Record in a student's threads and callbacks, too: a dispatch mode is a thread's own."""
+    here = threading.local()
+    here.records = True
 
-    def recorded(self: threading.Thread) -> None:
-        child = RecordedCollectives()
-        child.before = seen.before
-        with child:
-            run(self)
+    def recorded(action: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            if getattr(here, "records", False):
+                return action(*args)
+            here.records, child = True, RecordedCollectives()
+            child.before = seen.before
+            try:
+                with child:
+                    return action(*args)
+            finally:
+                here.records = False
 
-    threading.Thread.run = recorded
+        return watched
+
+    def started(self: threading.Thread) -> None:
+        self.run = recorded(self.run)
+        start(self)
+
+    start, threading.Thread.start = threading.Thread.start, started
+    futures = torch.futures.Future.__base__  # what get_future() returns
+    for name in ("then", "add_done_callback"):
+        method = getattr(futures, name)
+        setattr(futures, name, lambda self, call, its=method: its(self, recorded(call)))

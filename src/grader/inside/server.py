@@ -100,6 +100,7 @@ def _serve(link: socket.socket, walled: bool, server: int) -> None:
     while data := _receive(link):
         request = unpack(data)
         _load_slow_part(request.get("slow"))
+        _send(link, pack({"begun": True}))
         answer = _answer_of_a_fork(request, link)
         kill_descendants()
         _send(link, answer)

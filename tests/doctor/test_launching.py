@@ -1,10 +1,13 @@
 """How a run gets its doctor: accelerate, one line in a notebook cell; and without Jinja2."""
 
+import ast
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch.distributed import TCPStore
 
 from ddp_doctor.certificate.starts import all_launched
 from ddp_doctor.options import Options
+from ddp_doctor.other_ways import other_ways
 from ddp_doctor.report.report import report
 from ddp_doctor.run.script import problem_with
 from labkit.launch.kernels import AsyncKernelThroughFiles
@@ -141,3 +145,14 @@ def test_the_port_of_a_launch_goes_to_nobody_else_and_torchs_store_can_listen_on
     store = TCPStore("127.0.0.1", port, 1, is_master=True)
     store.set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_the_other_ways_to_measure_are_filled_in_with_the_command() -> None:
+    said = other_ways(["train.py", "--batch-size", "8", "--lr", "0.1"], 4)
+    assert '"torchrun --nproc-per-node 4 train.py --batch-size 8 --lr 0.1"' in said
+    assert '"python train.py --batch-size 32 --lr 0.1"' in said
+    (test,) = re.findall(r"    from ddp_doctor.testing.*", said, re.DOTALL)
+    ast.parse(textwrap.dedent(test))
+    assert "ranks=4" in test
+    assert "make the batch as large" in other_ways(["train.py"], 2)
+    assert "compare" not in other_ways(["train.py"], 2, one_process=False)

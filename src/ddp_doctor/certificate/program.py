@@ -143,12 +143,15 @@ def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
         result = report_with_rules(command, folder, certificate, ranks, options.cpu, start)
         if certificate.verdict == "not judged":
             keep_output(folder, Path(options.folder))
+    from ddp_doctor.other_ways import other_ways
     from ddp_doctor.report.report import write_report
 
     silent = options.quiet and certificate.verdict == "equal" and not result.findings
     write_report(result, options, Path(options.folder), silent)
     if certificate.verdict == "not judged":
         say(f"what the script printed is in {Path(options.folder) / 'output'}")
+        if certificate.world > 1 and not certificate.error and not options.quiet:
+            say(other_ways(command, certificate.world))
     return exit_code(certificate, result.worst, options.fail_on)
 
 

@@ -34,16 +34,16 @@ class Budget(NamedTuple):
 
 BUDGETS = (
     Budget("src/miniddp/", 6898, 52),
-    Budget("src/labkit/", 10628, 98),
-    Budget("src/ddp_doctor/", 13660, 77),
-    Budget("src/grader/", 3368, 21),
+    Budget("src/labkit/", 10507, 97),
+    Budget("src/ddp_doctor/", 15513, 90),
+    Budget("src/grader/", 4203, 24),
     Budget("labs/", 3819, 22),
-    Budget("book/", 6098, 51),
-    Budget("surveys/", 5615, 52),
-    Budget("tests/", 26520, 177),
-    Budget("", 77070, 553),
+    Budget("book/", 6053, 51),
+    Budget("surveys/", 5500, 52),
+    Budget("tests/", 26509, 186),
+    Budget("", 79464, 577),
 )
-MOST_FILES = {"": 641, ".py": 501}  # by the end of their names; outside of surveys
+MOST_FILES = {"": 666, ".py": 525}  # by the end of their names; outside of surveys
 
 
 def test_every_package_imports_only_what_it_may(monkeypatch, capsys):
@@ -101,7 +101,7 @@ def test_no_place_has_more_python_than_its_budget(budget, sizes):
 
 @pytest.mark.parametrize("end", MOST_FILES)
 def test_there_are_not_too_many_files(end):
-    names = [name for name in files_of_the_project() if not name.startswith("surveys/")]
+    names = [n for n in files_of_the_project() if not n.startswith(("surveys/", *STORED))]
     number = sum(name.endswith(end) for name in names)
     assert number <= MOST_FILES[end], (
         f"There are {number} files *{end} outside of surveys, and {MOST_FILES[end]} are the limit: "

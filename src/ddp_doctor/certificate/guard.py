@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 VARIABLE = "DDP_DOCTOR_GUARD"  # in a started process: the end of the pipe to write to
 STARTED, ENDED, FOLDER = "started", "ended", "folder"
@@ -65,6 +66,16 @@ def report() -> None:
             os.close(int(pipe))
 
 
+def _given(folder: str) -> Iterator[int]:
+    """The processes whose environment names the folder, in whatever session they are (Linux)."""
+    for process in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError):
+            if process.isdigit() and int(process) != os.getpid():
+                with open(f"/proc/{process}/environ", "rb") as environ:
+                    if os.fsencode(f"{folder}/") in environ.read():
+                        yield int(process)
+
+
 def main() -> None:
     """Wait for the end of the pipe, then clean up."""
     told: dict[str, list[str]] = {STARTED: [], ENDED: [], FOLDER: []}
@@ -75,6 +86,10 @@ def main() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(int(session), signal.SIGKILL)
     until = time.monotonic() + 5.0  # what is being killed may still write
+    for folder in told[FOLDER]:
+        for process in _given(folder) if os.path.exists(folder) else ():
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
     while any(map(os.path.exists, told[FOLDER])) and time.monotonic() < until:
         for folder in told[FOLDER]:
             shutil.rmtree(folder, ignore_errors=True)

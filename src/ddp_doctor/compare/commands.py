@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ddp_doctor.certificate.guard import FOLDER, guard
 from ddp_doctor.certificate.starts import LAUNCHED, said
 from ddp_doctor.options import FOUND, UNCHECKED, say
 from ddp_doctor.run.folders import SITE
@@ -32,6 +33,7 @@ def main(words: Sequence[str]) -> int:
     try:
         names = _names(given.names)
         with tempfile.TemporaryDirectory(prefix="ddp-doctor-") as name:
+            guard().tell(FOLDER, name)
             folders = Path(name) / "A", Path(name) / "B"
             _run("A", given.first, folders[0], given.steps, given.limit)
             given_to_second = {"weights": str(folders[0]), "names": names}
@@ -50,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ddp_doctor compare",
         description="Runs two commands from the same weights, and compares what their optimizers "
-        "get in the first steps. Both run in a shell, so each may begin with `cd FOLDER &&`.",
+        "get in the first steps. Both run in a shell, so each may begin with `cd FOLDER &&`. The "
+        "exit code is 0 if they are equal, 3 if not, and 4 if that cannot be judged.",
     )
     add = parser.add_argument
     add("first", help="a command, in quotes; its rank 0's weights are those of both")
@@ -137,10 +140,14 @@ def _other_shapes(file: Path) -> str:
         if wanted[name] != found[name]:
             return f"{name} has the shape {wanted[name]} in A and {found[name]} in B."
     only = {
-        letter: sorted(ours.keys() - others.keys())[:3]
+        letter: sorted(ours.keys() - others.keys())
         for letter, ours, others in (("A", wanted, found), ("B", found, wanted))
     }
-    listed = "; ".join(f"only {at} has {', '.join(n)}" for at, n in only.items() if n)
+    listed = "; ".join(
+        f"only {at} has {', '.join(names[:3])}{', …' * (len(names) > 3)}"
+        for at, names in only.items()
+        if names
+    )
     return f"The models have other parameters: {listed}. A map of names can be given: --names."
 
 

@@ -83,7 +83,8 @@ def conclude(first: Path, second: Path) -> Found:
     if found.verdict == "equal":
         found.why = f"{min(counts)} steps, the same samples, and the same gradients."
     if counts[0] != counts[1]:
-        found.why += f" A took {counts[0]} steps, and B {counts[1]}."
+        found.why += f" Then {'AB'[counts[1] < counts[0]]} ended, after {min(counts)} steps."
+        found.verdict = "not judged" if found.verdict == "equal" else found.verdict
     moved = [folder / "moved.pt" for folder in (first, second)]
     if all(file.exists() for file in moved):
         ours, theirs = (torch.load(file, weights_only=True) for file in moved)

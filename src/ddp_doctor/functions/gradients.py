@@ -48,7 +48,13 @@ def join_rows(batches: Batches) -> Any:
     """One batch of all rows: tensors are concatenated along dimension 0."""
     flat = [tree_flatten(batch) for batch in batches]
     parts = zip(*(leaves for leaves, _ in flat), strict=True)
-    joined = [torch.cat(part) if _is_rows(part[0]) else part[0] for part in parts]
+    try:
+        joined = [torch.cat(part) if _is_rows(part[0]) else part[0] for part in parts]
+    except RuntimeError as error:
+        raise UnjoinableError(
+            f"the ranks' batches have different shapes ({error}); pad them to one length on all "
+            "ranks, or pass join and deal"
+        ) from None
     return tree_unflatten(joined, flat[0][1])
 
 

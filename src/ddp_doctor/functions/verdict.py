@@ -103,7 +103,9 @@ REPLICAS = (
     "gradients, or not all of them."
 )
 ORDER = (
-    "In one process, the order of the samples changes the gradient, so one process is no reference."
+    "In one process, the order of the samples changes the gradient, so one process is no "
+    "reference. A mean of micro-batches' means does that if their counts differ, and so do losses "
+    "over pairs and batch normalization."
 )
 UNSEEN = " This holds if the model got the samples of the batches: no call of a module was seen."
 P2 = (
@@ -167,6 +169,7 @@ def _other_samples(ranks: Sequence[Rows], one: Rows) -> str:
         return (
             f"The model did not get the same samples: of argument {argument}, only the ranks had "
             f"{ours.total()} rows, and only one process {theirs.total()}. `backward` has to use "
-            "the whole batch that it gets, and nothing else."
+            "the whole batch that it gets, and nothing else. Where `batches` or `join` pads, it "
+            "has to pad to one length on all ranks."
         )
     return ""

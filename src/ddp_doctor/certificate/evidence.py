@@ -222,8 +222,8 @@ class Evidence:
         if one.foreign:
             return Doubt(FOREIGN.format(one.foreign[0]))
         if unjoined := one.unjoined or ([] if factor else one.numbers):
-            # A number that a call is given stays another one wherever the samples are replaced.
-            return Doubt(UNJOINED.format(unjoined[0]), of_samples=bool(one.unjoined))
+            why = UNJOINED.format(unjoined[0])
+            return Doubt(why, of_samples=True, of_numbers=not one.unjoined)
         if one.doubts:
             return Doubt(one.doubts[0])
         if _far(one.untrained, ranks.untrained):

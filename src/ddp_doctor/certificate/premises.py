@@ -32,12 +32,14 @@ class Doubt:
 
     `violated`: they had others, as far as is seen; else it could not be shown that they had the
     same. `of_samples`: a mark might remove it, or samples that are replaced at the model only.
+    `of_numbers`: a number that a call is given is another one, wherever samples are replaced.
     `excuses`: it would explain a difference, and says nothing against agreement.
     """
 
     why: str
     violated: bool = False
     of_samples: bool = False
+    of_numbers: bool = False
     excuses: bool = False
 
 

@@ -174,7 +174,7 @@ def has_nothing_of(one: Part, failed: str) -> bool:
     doubts = [evidence.doubt(OWN, False, gradients=False)]
     if one.spread:  # a batch that is made before the loop belongs to no pass
         doubts.append(evidence.parted((first, OWN), (steps, OWN)))
-    return any(doubt is not None and doubt.of_samples for doubt in doubts)
+    return any(doubt and doubt.of_samples and not doubt.of_numbers for doubt in doubts)
 
 
 def _ranks_of(one: Part) -> Part:

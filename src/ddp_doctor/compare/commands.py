@@ -136,8 +136,8 @@ def _wait(letter: str, process: "subprocess.Popen[bytes]", folder: Path, limit: 
 
 def _other_shapes(file: Path) -> str:
     wanted, found = json.loads(file.read_text())
-    for name in wanted.keys() & found.keys():
-        if wanted[name] != found[name]:
+    for name in wanted:
+        if name in found and wanted[name] != found[name]:
             return f"{name} has the shape {wanted[name]} in A and {found[name]} in B."
     only = {
         letter: sorted(ours.keys() - others.keys())

@@ -35,13 +35,13 @@ class Budget(NamedTuple):
 BUDGETS = (
     Budget("src/miniddp/", 6898, 52),
     Budget("src/labkit/", 10507, 97),
-    Budget("src/ddp_doctor/", 15545, 90),
+    Budget("src/ddp_doctor/", 15547, 90),
     Budget("src/grader/", 4203, 24),
     Budget("labs/", 3819, 22),
     Budget("book/", 6053, 51),
     Budget("surveys/", 5500, 52),
-    Budget("tests/", 26555, 186),
-    Budget("", 79542, 577),
+    Budget("tests/", 26568, 186),
+    Budget("", 79557, 577),
 )
 MOST_FILES = {"": 666, ".py": 525}  # by the end of their names; outside of surveys
 

@@ -3,9 +3,11 @@
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,8 @@ def test_ranks_that_wait_for_one_another_are_ended_and_named() -> None:
 
 CALLER = """
 import sys, time
+import tempfile
+import shutil
 from ddp_doctor.testing import assert_certified
 
 def make_model():
@@ -142,18 +146,27 @@ if __name__ == "__main__":
 def test_a_killed_caller_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
     mark, script = tmp_path / "mark", tmp_path / "caller.py"
     script.write_text(CALLER.format(mark=str(mark)))
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    caller = subprocess.Popen([sys.executable, script], env=os.environ | {"TMPDIR": str(folder)})
+    # A short path: the server's socket lies below it.
+    folder = Path(tempfile.mkdtemp(prefix="k"))
+    with open(tmp_path / "said", "wb") as said:
+        caller = subprocess.Popen(
+            [sys.executable, script],
+            env=os.environ | {"TMPDIR": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+        )
     until = time.monotonic() + 120
-    while not mark.exists() and time.monotonic() < until:
+    while not mark.exists() and caller.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
+    assert mark.exists(), (tmp_path / "said").read_text()
     below = psutil.Process(caller.pid).children(recursive=True)
     assert len(below) >= 4  # the server, the supervisor, and two ranks
     caller.send_signal(signal.SIGKILL)
     caller.wait()
     assert not psutil.wait_procs(below, timeout=30)[1]
     assert not list(folder.glob("ddp-doctor-*"))
+    shutil.rmtree(folder)
 
 
 def test_a_certificate_leaves_only_the_server_that_starts_the_next() -> None:

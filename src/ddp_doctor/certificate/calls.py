@@ -19,7 +19,7 @@ Call = Callable[..., Any]
 
 
 class Notes(Protocol):
-    """Who is told what was called: `steps.Steps`."""
+    """What is told of each call: `steps.Steps` implements it."""
 
     optimizers: list[Optimizer]
     recorded: Recorded

@@ -79,7 +79,7 @@ def cheapest() -> type[Start]:
 def _torchs_threads() -> int:
     """Load torch. Returns its number of threads; here it has one.
 
-    A fork of a process with a pool of threads would wait for them for ever.
+    A fork of a process with a pool of threads would wait for them forever.
     """
     torch = importlib.import_module("torch")
     for name in LOADED:

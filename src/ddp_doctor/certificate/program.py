@@ -112,9 +112,9 @@ def report_with_rules(
     cpu: bool,
     start: type[Start] = Start,
 ) -> "Report":
-    """The certificate's report. The script is started once more: the rules look at 16 ordinary
-    steps of it, say why the gradients are not equal, and look at what the measured steps do not
-    show: data, their order, learning rates, the number of micro-batches.
+    """The certificate's report. The script is started once more, for the rules. They see at most
+    100 steps per optimizer, look for why the gradients are not equal, and check what the measured
+    steps do not show: data, their order, learning rates, the number of micro-batches.
     """
     from ddp_doctor.report.report import make_report
 

@@ -200,7 +200,7 @@ def measure_ranks(functions: Functions, folder: Path) -> Measured:
 def measure_one(functions: Functions, folder: Path) -> Measured:
     """In one process: P1, the samples in another order, and every sample twice."""
     process = Process(functions)
-    weights, ranks, every = torch.load(folder / "rank0", weights_only=False)
+    weights, ranks, every = torch.load(folder / "rank0", weights_only=False)  # from mkdtemp
     process.weights = weights
     held, _, rows = process.step(functions.join(every))
     ordered, _, _ = process.step(functions.join(functions.deal(every)))

@@ -15,14 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from labkit.book import figures
-from labkit.profiling.cost_model import (
-    Backward,
-    Link,
-    hierarchical_seconds,
-    ring,
-    simulate,
-    tree,
-)
+from labkit.profiling.cost_model import Backward, Link, ring, simulate, tree
 from labkit.profiling.sweeps import backward_like
 
 RANKS_PER_NODE = 4
@@ -46,8 +39,10 @@ def _tree(world_size: int, nbytes: int) -> float:
 
 
 def _hierarchical(world_size: int, nbytes: int) -> float:
-    nodes = world_size // RANKS_PER_NODE
-    return hierarchical_seconds(nodes, RANKS_PER_NODE, nbytes, INSIDE, ACROSS)
+    # A ring in each node, then rings across: the ranks of a node share its link, and
+    # send together what one ring over the nodes would send.
+    across = ACROSS.seconds(ring(world_size // RANKS_PER_NODE, nbytes))
+    return INSIDE.seconds(ring(RANKS_PER_NODE, nbytes)) + across
 
 
 ALL_REDUCES: dict[str, Callable[[int, int], float]] = {

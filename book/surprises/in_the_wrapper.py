@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from labkit.book import figures
-from labkit.testing.verdict import Verdicts
+from labkit.testing.compare import Verdicts
 
 _AVERAGED = figures.RANKS[0]
 

@@ -34,16 +34,15 @@ def errors_of(rank, check, *arguments):
     return None
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_torchs_ddp_obeys_every_invariant_and_overlaps(world_size):
+def test_torchs_ddp_obeys_every_invariant_and_overlaps():
     def work():
         ddp = partial(DistributedDataParallel, find_unused_parameters=True)
         as_views = partial(ddp, gradient_as_bucket_view=True, bucket_cap_mb=0.0003)
         ways = (ddp, as_views, DistributedDataParallel)
         return [list(violations(wrap, invariants=EVERY_CHECK)) for wrap in ways]
 
-    found = run_ranks(work, world_size, timeout=600, device="cpu")
-    assert found == [[[], [], ["missing_counts_as_zeros"]]] * world_size
+    found = run_ranks(work, 3, timeout=600, device="cpu")
+    assert found == [[[], [], ["missing_counts_as_zeros"]]] * 3
 
 
 def test_an_implementation_that_raises_on_one_rank_is_reported_on_all_without_a_hang():

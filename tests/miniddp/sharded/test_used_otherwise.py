@@ -26,6 +26,7 @@ from miniddp.sharded import (
     fully_shard,
     load_full_state_dict,
 )
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -171,6 +172,8 @@ def what_is_said(rank: int) -> dict[str, str]:
         "(3, 2)": lambda: load_full_state_dict(experts[0], {"weight": torch.zeros(3, 2)}),
         "full_state_dict": lambda: copy.deepcopy(experts[0]),
         "shard the wrapper's .module": lambda: fully_shard(MiniDDP(nn.Linear(2, 2))),
+        "This module is a FSDPLinear, which averages": lambda: MiniDDP(experts[0]),
+        "already, or those of a part of it": lambda: DropIn(nn.Sequential(experts[0])),
     }
     said = {}
     for expected, attempt in attempts.items():

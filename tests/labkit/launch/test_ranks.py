@@ -12,7 +12,6 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +28,6 @@ from labkit.launch.supervisor import Outcome, Report
 from labkit.profiling.slow_link import SlowLink
 
 
-@dataclass
-class Sum:
-    rank: int
-    total: float
-
-
 class OwnError(Exception):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{code}: {reason}")
@@ -42,17 +35,6 @@ class OwnError(Exception):
 
 
 # What a rank is given, and what comes back
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_results_come_back_in_rank_order_after_a_real_all_reduce(world_size):
-    def work(rank, world_size, device, scale):
-        x = torch.tensor([float(rank + 1)], device=device)
-        dist.all_reduce(x)
-        return Sum(rank, x.item() * scale)
-
-    wanted = 10.0 * sum(range(1, world_size + 1))
-    assert run_ranks(work, world_size, 10.0) == [Sum(r, wanted) for r in range(world_size)]
 
 
 def test_rank_world_size_and_device_are_handed_over_by_name_wherever_they_stand():
@@ -564,17 +546,6 @@ def test_no_process_is_left_when_the_calling_script_ends_in_the_middle(tmp_path)
         output, _ = callers.communicate()
     # The script has no `if __name__ == "__main__"`: it must not have been imported again.
     assert output.splitlines() == ["imported __main__"]
-
-
-def test_the_other_ranks_exceptions_are_told_in_one_line():
-    def work():
-        raise ExceptionGroup("two\nlines", [ValueError("inner")])
-
-    with pytest.raises(ExceptionGroup) as caught:
-        run_ranks(work, 2)
-    assert re.fullmatch(
-        r"  rank \d: raised ExceptionGroup: two", caught.value.__notes__[0].splitlines()[-1]
-    )
 
 
 def test_if_the_supervisor_itself_is_killed_its_ranks_die_with_it():

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import termios
 from fcntl import ioctl
-from pathlib import Path
 
 import pytest
 from cluster.threads_table import expect_the_threads_table
@@ -196,25 +195,6 @@ def test_what_cannot_be_run_is_said_before_anything_is_made(words, said):
     done = two_hosts(*words)
     assert done.returncode == 2
     assert said in done.stderr
-
-
-def without(tool: str, path: Path) -> str:
-    """A PATH with everything of this machine's but one command."""
-    path.mkdir()
-    for folder in reversed(os.environ["PATH"].split(":")):
-        for command in Path(folder).glob("*"):
-            link = path / command.name
-            link.unlink(missing_ok=True)
-            if command.name != tool:
-                link.symlink_to(command)
-    return str(path)
-
-
-def test_a_missing_tool_is_named_with_its_package(tmp_path):
-    environment = {**os.environ, "PATH": without("ip", tmp_path / "bin")}
-    done = run_guarded([TWO_HOSTS, "true"], 300, env=environment)
-    assert done.returncode == 2
-    assert 'there is no "ip" on this machine (Debian: apt-get install iproute2' in done.stderr
 
 
 @pytest.mark.parametrize(

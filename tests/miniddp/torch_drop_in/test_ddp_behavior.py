@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from ddp_models import Branches, loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -63,28 +62,6 @@ def test_delayed_parameters_are_averaged_together_when_the_other_ones_gradient_a
             torch.testing.assert_close(gradient, expected)
 
 
-def sub_group(rank, world_size):
-    groups = [dist.new_group([0, 2]), dist.new_group([1])]
-    found = []
-    for wrap in (DropIn, DistributedDataParallel):
-        wrapped = wrap(linear(), process_group=groups[rank % 2])
-        wrapped(batch(rank)).sum().backward()
-        found.append(wrapped.module.weight.grad)
-    local = linear()
-    local(batch(rank)).sum().backward()
-    return *found, local.weight.grad
-
-
-def test_a_sub_group_averages_over_its_own_ranks_only():
-    per_rank = run_ranks(sub_group, 3)
-    for ours, torchs, _ in per_rank:
-        assert torch.equal(ours, torchs)
-    (a, _, local_a), (b, _, local_b), (c, _, local_c) = per_rank
-    torch.testing.assert_close(a, (local_a + local_c) / 2)
-    assert torch.equal(a, c)
-    assert torch.equal(b, local_b)
-
-
 # Forward and backward -----------------------------------------------------------------------------
 
 
@@ -114,29 +91,6 @@ def test_no_sync_is_decided_by_the_forward_and_survives_exceptions():
         assert torch.equal(accumulated, per_rank[0][2])
         assert torch.equal(reduced, per_rank[0][3])
     assert not torch.equal(per_rank[0][1], per_rank[1][1])
-
-
-def unused_cases(rank, world_size):
-    torch.manual_seed(3)
-    wrapped = DropIn(Branches(), find_unused_parameters=True)
-    wrapped.module.never.weight.grad = torch.full((5, 6), float(rank))
-    inputs = batch(rank, size=12).view(4, 12)
-    inputs[0, 0] = 1.0 if rank == 0 else -1.0  # rank 0 goes left, rank 1 right
-    loss_of(wrapped(inputs)).backward()
-    prepared_again = wrapped(inputs)  # a forward without a backward
-    del prepared_again
-    loss_of(wrapped(inputs)).backward()
-    return {name: p.grad for name, p in wrapped.module.named_parameters()}
-
-
-def test_a_parameter_used_on_one_rank_is_averaged_and_one_used_on_none_keeps_its_gradient():
-    per_rank = run_ranks(unused_cases, 2)
-    for rank, gradients in enumerate(per_rank):
-        for name in ("left.weight", "right.weight", "stem.weight"):
-            assert torch.equal(gradients[name], per_rank[0][name])
-            assert gradients[name].abs().sum() > 0
-        assert torch.equal(gradients["never.weight"], torch.full((5, 6), float(rank)))
-        assert gradients["never.bias"] is None
 
 
 class WithItsScale(nn.Module):
@@ -258,16 +212,6 @@ def test_a_backward_that_creates_a_graph_averages_like_one_that_does_not():
                     assert all(map(torch.equal, of_step, expected))
 
 
-def logged_keys(rank, world_size):
-    keys = []
-    for wrap in (DistributedDataParallel, DropIn):
-        wrapped = wrap(linear())
-        for step in range(3):
-            wrapped(batch(rank, step)).sum().backward()
-        keys.append(set(wrapped._get_ddp_logging_data()))
-    return keys
-
-
 def test_the_wrapper_takes_torchs_parameters_in_torchs_order_with_torchs_defaults():
     def described(parameter: inspect.Parameter) -> tuple[str, object, object]:
         # What is True in torch 2.11 is None in later versions, with the same meaning.
@@ -298,12 +242,6 @@ def lines_that_warnings_name(rank: int) -> list[str]:
 def test_every_warning_names_the_users_line():
     for files in run_ranks(lines_that_warnings_name, 2):
         assert files == [__file__] * 8
-
-
-def test_every_number_that_torchs_wrapper_logs_is_logged():
-    for theirs, ours in run_ranks(logged_keys, 2):
-        assert theirs
-        assert theirs <= ours
 
 
 def refusals(rank):

@@ -13,7 +13,6 @@ from in_process import run_in_process
 
 from benchmark_options import MODELS
 from labkit.launch.scripts import project_root
-from paired_timing import describe_machine
 
 BENCHMARKS = "labs/benchmarks"
 STEP_TIME = f"{BENCHMARKS}/step_time.py"
@@ -100,25 +99,6 @@ def test_the_error_is_two_standard_errors_of_the_mean():
     module = runpy.run_path(str(project_root() / STEP_TIME))
     # The standard deviation is 0.04, so two standard errors are 2 · 0.04 / √4.
     assert module["mean_and_error"]([0.98, 0.98, 0.98, 1.06]) == "1.000 ± 0.040"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--only", "MiniDDP", "--json", "FILE"), "leave out --only, or --json"),
-        (("--copies", 0), "argument --copies: 0 is less than 1"),
-        (("--copies", 2, "--json", "FILE"), "with other --quick or --copies"),
-    ],
-)
-def test_options_that_do_not_fit_together_are_refused(arguments, said, tmp_path):
-    path = tmp_path / "step_time.json"
-    stored = json.dumps({"machine": describe_machine(), "quick": True, "cells": {}})
-    path.write_text(stored)
-    words = [path if word == "FILE" else word for word in arguments]
-    ended = run_in_process(STEP_TIME, *ONE_CELL, *words)
-    assert ended.code != 0
-    assert said in ended.stderr
-    assert path.read_text() == stored
 
 
 def test_the_stored_race_is_whole_and_the_page_shows_its_report_and_every_script():

@@ -1,9 +1,12 @@
-"""Losses over gathered items have the full batch's gradient; a plain gather's has not."""
+"""Collectives that carry gradients, over all ranks and along one dimension of a mesh."""
 
+import pytest
 import torch
 
 from labkit.launch.ranks import run_ranks
 from miniddp.collectives.differentiable import all_gather, all_reduce
+from miniddp.collectives.mesh import Mesh
+from tests.miniddp.beside_torch import wrong_on_a_mesh
 
 
 def test_the_input_is_left_as_it_was():
@@ -35,3 +38,20 @@ def test_a_lazily_conjugated_tensor_is_gathered_by_its_value():
         assert all_gather(conjugated * 1 if rank else conjugated).tolist() == [1 - 2j, 1 - 2j]
 
     run_ranks(work, 2)
+
+
+def test_a_collective_joins_the_ranks_along_its_dimension_and_so_does_its_backward():
+    assert run_ranks(wrong_on_a_mesh, 4, device="cpu") == [[]] * 4
+
+
+def test_a_mesh_without_dimensions_is_one_process_and_changes_nothing():
+    mesh, x = Mesh(), torch.tensor([3.0])
+    mesh.add_up(x, ["data"])
+    assert (mesh.size("data"), mesh.index("data")) == (1, 0)
+    assert mesh.sum(x, "data") is mesh.gather(x, "data") is x
+    assert x.item() == 3
+
+
+def test_add_up_refuses_a_string_whose_letters_are_no_dimensions():
+    with pytest.raises(TypeError, match=r"pass \['data'\]"):
+        Mesh().add_up(torch.tensor([3.0]), "data")

@@ -6,7 +6,6 @@
 import importlib
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -44,11 +43,6 @@ def test_a_row_is_repeated_beside_what_is_stored(capsys: pytest.CaptureFixture[s
     assert re.search(r"plain-wrong +W +1\.37 ∠ 0\.867 +1\.37 ∠ 0\.867 +documented", said)
 
 
-def test_each_row_has_a_lock_with_all_that_it_needs() -> None:
-    for name in survey("trainers").TRAINERS:
-        assert survey("environments").lock_of(name).is_file()
-
-
 def test_the_page_prints_the_stored_results() -> None:
     page, rows = survey("page"), survey("stored").rows()
     shown = survey("stored").PAGE.read_text().split(page.START)[1].split(page.END)[0]
@@ -64,21 +58,6 @@ def test_the_data_have_the_schema_and_each_row_says_what_it_promises() -> None:
     for row in rows:
         verdicts = {cell["verdict"] for cell in row["cells"].values()}
         assert row["promise"] or not verdicts & {"broken", "kept"}, row["trainer"]
-
-
-def test_a_new_trainer_that_is_not_equal_is_stored_and_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainers, page = survey("trainers"), survey("page")
-    monkeypatch.setitem(trainers.TRAINERS, "mine", trainers.TRAINERS["plain-wrong"])
-    for name in ("RESULTS", "PAGE"):
-        copy = tmp_path / getattr(page, name).name
-        copy.write_text(getattr(page, name).read_text())
-        monkeypatch.setattr(page, name, copy)
-    page.store_rows({("mine", "K"): ("0.50 ∠ 0.900", "ratio 0.5000, cosine 0.9000")})
-    assert "[mine](trainer-mine) | no promise | token mean |" in page.PAGE.read_text()
-    (row,) = (one for one in json.loads(page.RESULTS.read_text()) if one["trainer"] == "mine")
-    assert row["cells"]["K"]["verdict"] == "no promise"
 
 
 def test_the_page_prints_the_stored_certificates() -> None:

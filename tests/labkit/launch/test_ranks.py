@@ -21,10 +21,8 @@ import torch
 import torch.distributed as dist
 from processes import all_end, all_gone, becomes, processes_with
 
-from labkit.launch.rank_states import STARTING
 from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
 from labkit.launch.scripts import run_script
-from labkit.launch.supervisor import Outcome, Report
 from labkit.profiling.slow_link import SlowLink
 
 
@@ -291,16 +289,6 @@ def test_the_time_that_ranks_take_to_join_does_not_count(script):
     assert said == "['returned', 'returned']"
 
 
-def test_ranks_that_could_not_start_are_told_from_a_function_that_takes_too_long(monkeypatch):
-    reports = [Report("unfinished", STARTING, waits=True)] * 2
-    outcome = Outcome(reports, [("", "")] * 2, all_joined=False)
-    monkeypatch.setattr("labkit.launch.ranks._supervised", lambda job: outcome)
-    with pytest.raises(
-        RanksTimeoutError, match=r"2 of 2 ranks did not start within 30 s(.|\n)*busy"
-    ):
-        run_ranks(lambda: None, 2, timeout=1)
-
-
 def test_a_hang_inside_backward_is_told_as_such():
     def work(rank):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -407,13 +395,10 @@ def holds_a_lock(lock=threading.Lock()):  # noqa: B008
     ("error", "said", "fn", "world_size", "args", "options"),
     [
         (ValueError, "world_size must be at least 1, got 0", two_more, 0, (1, 2), {}),
-        (TypeError, "world_size is the number of ranks, an int, got", two_more, "2", (1, 2), {}),
         (TypeError, "world_size is the number of ranks, an int, got", two_more, True, (1, 2), {}),
-        (ValueError, "timeout must be a positive, finite", two_more, 2, (1, 2), {"timeout": 0}),
         (ValueError, "timeout must be a pos", two_more, 2, (1, 2), {"timeout": float("nan")}),
         (ValueError, 'device must be "auto", "cpu" or', two_more, 2, (1, 2), {"device": "tpu"}),
         (TypeError, r"cannot call two_more with 1 arg.*argument: 'y'", two_more, 2, (1,), {}),
-        (TypeError, r"cannot call two_more with 4 arg.*: too many", two_more, 2, (1, 2, 3, 4), {}),
         (TypeError, "needs a function, got int", 7, 2, (), {}),
         (TypeError, "wrap it in a function of yours", torch.ones, 2, (3,), {}),
         (ValueError, "stuck_after must be a pos", two_more, 2, (1, 2), {"stuck_after": -1}),

@@ -62,13 +62,6 @@ def arguments_of_this_benchmark() -> argparse.Namespace:
         "--rounds", type=positive, default=15, help="rounds of turns (default 15)"
     )
     arguments.add_argument(
-        "--patience",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="a cell's time for repeating turns that other programs disturbed (default 0)",
-    )
-    arguments.add_argument(
         "--before",
         type=Path,
         metavar="SRC",
@@ -293,8 +286,8 @@ def race(
         blocks.append([f"{name} {copy}" for name in racing])
     alone = Alone(track)
     steps |= {"compute": alone.compute, "t1": alone.first_gradient, "C": alone.all_bytes}
-    take_turns(steps, WARM_UP, track.clear, 0.0, seed, blocks)
-    turns = take_turns(steps, given.rounds, track.clear, given.patience, seed + 1, blocks)
+    take_turns(steps, WARM_UP, track.clear, seed, blocks)
+    turns = take_turns(steps, given.rounds, track.clear, seed + 1, blocks)
     seconds, ratios = with_copies_together(turns, racing, given.copies)
     cell = {"parameters": len(alone.parameters), "bytes": alone.nbytes, "seconds": seconds}
     return cell, ratios

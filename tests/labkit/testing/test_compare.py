@@ -39,6 +39,13 @@ def test_gradients_of_a_module_count_none_as_zeros_and_leave_out_what_is_frozen(
     assert found[0].tolist() == [[5.0, 6.0]], "a copy, not a view"
 
 
+def test_the_gradient_of_a_loss_leaves_the_models_own_alone():
+    model = nn.Linear(2, 1, bias=False)
+    model(torch.tensor([[5.0, 6.0]])).sum().backward()
+    (found,) = gradient_of(model, lambda module: module(torch.tensor([[7.0, 8.0]])).sum())
+    assert (found.tolist(), model.weight.grad.tolist()) == ([[7.0, 8.0]], [[5.0, 6.0]])
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_zero_gradient_is_refused_and_named(side):
     pair = [TRUE, [torch.zeros_like(t) for t in TRUE]]

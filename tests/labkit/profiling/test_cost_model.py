@@ -16,6 +16,7 @@ from labkit.profiling.cost_model import (
 )
 from labkit.profiling.recorded_ways import ComputedStep, RecordedWay, on_one_backward
 from labkit.profiling.recording import Collective, Gradient, RankRecording, Recording
+from labkit.profiling.sent_bytes import count_sent
 from miniddp.collectives import (
     naive_all_reduce,
     recursive_doubling_all_reduce,
@@ -55,6 +56,11 @@ def test_the_formulas_are_what_our_collectives_do(world_size):
         assert cost.steps == max(map(len, steps))
         assert cost.bytes == max(sum(longest for longest, _ in rank) for rank in steps)
         assert cost.sent == max(sum(sent for _, sent in rank) for rank in steps)
+
+
+def test_the_bytes_of_an_all_reduce_that_gives_another_sum_are_not_counted():
+    with pytest.raises(RuntimeError, match=r"gave \[1.0\], and the sum is 3.0"):
+        count_sent(2, lambda tensor: tensor.fill_(1))
 
 
 # Three gradients of 10 bytes, ready at 1, 2 and 4 seconds; the link takes 0.5 s and 0.1 s a byte.

@@ -50,7 +50,7 @@ def numbers(tree: Any) -> Iterator[float]:
 
 
 def report_on(*arguments: object) -> str:
-    ended = run_in_process(f"{BENCHMARKS}/report.py", *arguments)
+    ended = run_in_process(f"{BENCHMARKS}/race.py", *arguments)
     assert ended.code == 0, ended.stderr
     return ended.stdout
 
@@ -147,7 +147,7 @@ def test_the_stored_race_is_whole_and_the_page_shows_its_report_and_every_script
 
 
 def test_a_report_on_nothing_says_what_to_run_first(tmp_path):
-    ended = run_in_process(f"{BENCHMARKS}/report.py", tmp_path)
+    ended = run_in_process(f"{BENCHMARKS}/race.py", tmp_path)
     assert ended.code == 1
     assert "holds no step_time.json" in ended.stderr
 

@@ -27,7 +27,7 @@ gives the lower limit for any plan, max(compute, t₁ + C):
 torch's DDP runs with its defaults, with gradient views, and with each of several bucket caps. With
 `--device cuda` each rank has a GPU of its own, if there are enough, and uses NCCL. A turn then ends
 when the GPU is done. There is no slow link. This mode has not been run yet. `--json FILE` adds the
-seconds of each cell to FILE and keeps the cells that are already there; `report.py` prints them.
+seconds of each cell to FILE and keeps the cells that are already there; `race.py` prints them.
 """
 
 # ruff: noqa: E402

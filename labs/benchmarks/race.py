@@ -1,6 +1,6 @@
 """Tables and a figure of the race, and which goals were reached.
 
-    python labs/benchmarks/report.py [FOLDER] [--figure FILE]
+    python labs/benchmarks/race.py [FOLDER] [--figure FILE]
 
 FOLDER (default: labs/benchmarks/results) holds step_time.json, which the script of this name writes
 with `--json`.

@@ -17,7 +17,6 @@ from ddp_doctor.facts.types import (
     ProcessFact,
     ReplicaFact,
     SnapshotFact,
-    StaleFact,
     TermFact,
     TotalsFact,
     WindowFact,
@@ -85,7 +84,6 @@ def window(
         "backwards": backwards,
         "snapshot": fact(SnapshotFact, grads=gradients, hashes=hashes, local=local),
         "after": fact(ReplicaFact),
-        "stale": fact(StaleFact),
         "step_place": "train.py:10",
         "world": 0,
     }

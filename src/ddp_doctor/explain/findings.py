@@ -25,7 +25,6 @@ DATA = "book/surprises/in_the_data.ipynb"
 LOSS = "book/surprises/in_the_loss.ipynb"
 FAILS = "book/scale/when_a_node_fails.ipynb"
 PIECES = "book/scale/in_pieces.ipynb"
-GROUPS = "book/scale/over_which_group.ipynb"
 REPORTS = "book/reference/reports.md"
 
 # code: (severity unless the rule says otherwise, title, page)
@@ -52,7 +51,6 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
         "The means of the micro-batches are added",
         ACCUMULATE,
     ),
-    "loss_divided_twice": ("hint", "The loss is divided by the accumulation steps twice", STEP),
     "partial_window_divided_by_k": (
         "hint",
         "A step with fewer micro-batches is divided by the usual number",
@@ -63,7 +61,6 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "local_negatives": ("hint", "Each rank contrasts only its own samples", LOSS),
     "gather_without_gradient": ("hint", "The gathered features carry no gradient", LOSS),
     "own_reduction_sums": ("hint", "The optimizer gets the sum over the ranks", SUMS),
-    "wrong_group": ("error", "Gradients are combined with different factors", GROUPS),
     "other_than_average": ("error", "The optimizer gets another gradient than the average", STEP),
     "last_micro_batch_unsynced": ("error", "The last micro-batch is not synchronized", WRAPPER),
     "rank_skipped_step": ("error", "A rank took fewer optimizer steps", STEP),

@@ -4,6 +4,7 @@ A hook on a parameter sees the *local* gradient, before any wrapper or all-reduc
 hooks are registered when an observed backward begins and removed when it ends.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from ddp_doctor.facts.types import uneven
 from ddp_doctor.observe import losses
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.random_numbers import note_state
-from ddp_doctor.observe.recorder import REDUCED, Recorder, ranks
+from ddp_doctor.observe.recorder import REDUCED, Recorder
 from ddp_doctor.observe.states import Backward, OptimizerState
 
 MAX_NODES = 20_000
@@ -69,18 +70,8 @@ class _Backwards:
             if root.numel() == 1 and root.device.type != "meta"
         ]
         nodes = [root.grad_fn for root in roots]
-        if ranks() > 1 and not recorder.wrappers:
-            self._find_others(nodes)
         self._watch(record)
         return record, nodes
-
-    def _find_others(self, nodes: list[Any]) -> None:
-        """Leaves of this graph that no optimizer holds: it may step pieces of them."""
-        known = self.recorder.known_parameters()
-        for node in _nodes(nodes):
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
-                self.recorder.others[id(leaf)] = leaf
 
     def _watch(self, record: Backward) -> None:
         """Look at every gradient and every loss term that this backward will reach."""
@@ -92,21 +83,15 @@ class _Backwards:
         for parameter in parameters:
             if parameter.requires_grad and parameter.is_leaf:
                 self._hook(parameter, record)
-        known = {id(parameter) for parameter in parameters}
-        for leaf in list(recorder.others.values()):
-            if id(leaf) not in known:
-                self._hook(leaf, None)
         shards = any(hasattr(parameter, "placements") for parameter in parameters)
         self.record = record
         if shards and not self.sees_fsdp:
             self.sees_fsdp = True
             self._see_fsdp()
-        recorder.window["sharded"] = recorder.names.sharded() or shards
-        recorder.window["dtensors"] = shards
         for term in recorder.terms:
             term |= {"hits": 0.0, "hit": False}
 
-    def _hook(self, leaf: Tensor, record: Backward | None) -> None:
+    def _hook(self, leaf: Tensor, record: Backward) -> None:
         """Look at a gradient after the script's own hooks, and before one that combines ranks."""
         hooks: Any = leaf._backward_hooks
         own = list(hooks.items()) if hooks else []
@@ -166,31 +151,29 @@ class _Backwards:
         if used and grad is not None and used == projection(grad):
             self.recorder.leftover.add(id(parameter))
 
-    def _look(self, parameter: Tensor, record: Backward | None, gradient: Tensor | None) -> None:
+    def _look(self, parameter: Tensor, record: Backward, gradient: Tensor | None) -> None:
         """A local gradient has arrived: add it up, and see what it is added to.
 
-        `record`: None for a parameter that no optimizer holds. `gradient`: None if a function of
-        the script's own returned none.
+        `gradient`: None if a function of the script's own returned none.
         """
         if gradient is None:
             return
         recorder, key = self.recorder, id(parameter)
-        if record is not None:
-            record["reached"].add(key)
+        record["reached"].add(key)
         value = projection(gradient)
         early, calls = self.early.pop(key, (value, self._collectives()))
         if calls != self._collectives():
             value = early  # a hook of the script's own has combined the ranks
         if value is None:
             return
-        if getattr(parameter, "_is_flat_param", False):
-            recorder.arrived[key] = gradient.detach()
         grad = parameter.grad
         own = None if grad is None else dense(grad)
         fresh = grad is None or own is None or (grad.layout == torch.strided and not own.any())
         before = 0.0 if fresh else recorder.local.get(key, 0.0)
-        if not fresh and record is not None:
+        if not fresh:
             self._note_leftover(parameter)
+        elif any(key in one.get("reached", ()) for one in recorder.all_backwards()):
+            before = math.nan  # the script keeps what an earlier backward of this step has computed
         recorder.local[key] = before + value
 
     def after(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -244,7 +227,6 @@ class _Backwards:
         for handle in self.recorder.hooks:
             handle.remove()
         self.recorder.hooks = []
-        self.recorder.arrived.clear()
 
 
 def _whole(group: Any) -> Iterator[tuple[Tensor, float]]:

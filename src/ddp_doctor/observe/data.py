@@ -1,6 +1,5 @@
 """Samplers, loaders and data sets: who gets which rows, in which order, in which epoch."""
 
-import math
 import zlib
 from collections import Counter
 from typing import Any
@@ -131,11 +130,10 @@ def _sharded(loader: Any) -> bool:
 
 
 def _replicas(loader: Any) -> int | None:
-    """Into how many parts the samplers cut the data, one after the other; None without such."""
+    """Into how many parts a sampler cuts the data; None without such a one."""
     own = [getattr(one, "__dict__", {}) for one in _samplers(loader)]  # of none that it wraps
     parts = [one.get("num_replicas", one.get("num_processes")) for one in own]
-    known = [number for number in parts if isinstance(number, int)]
-    return math.prod(known) if known else None
+    return max((number for number in parts if isinstance(number, int)), default=None)
 
 
 def _length(dataset: Any) -> int | None:

@@ -17,7 +17,7 @@ from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import expression, operand, place
 from ddp_doctor.facts.types import ScalingFact, TermFact
 from ddp_doctor.observe.patching import Patches
-from ddp_doctor.observe.recorder import Recorder
+from ddp_doctor.observe.recorder import Recorder, ranks
 
 FUNCTIONS = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -135,7 +135,7 @@ class _Terms:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """A number with a gradient was multiplied or divided by one without."""
+        """A tensor with a gradient was multiplied or divided by a number without."""
         window = self.recorder.window
         if self.depth or len(args) < 2 or self.recorder.in_backward:
             return
@@ -144,17 +144,24 @@ class _Terms:
             loss, other, left = other, loss, not left
             if sign == "/":
                 return
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(result, Tensor):
+        if not isinstance(loss, Tensor) or not isinstance(result, Tensor):
             return
         value = _number(other)
         if value is None or not result.requires_grad or len(window["scaling"]) >= 100:
             return
+        if loss.numel() != 1 and value not in self.by_world:
+            return  # of losses that are no number yet, only a factor of the ranks is of interest
         frame = sys._getframe(1)
-        text = expression(frame)
-        fact = ScalingFact(
-            op=sign, value=value, text=text, operand=operand(text, left), place=place(frame)
-        )
+        at, text = place(frame), expression(frame)
+        if loss.numel() != 1 and any(one["place"] == at for one in window["scaling"]):
+            return
+        fact = ScalingFact(op=sign, value=value, text=text, operand=operand(text, left), place=at)
         window["scaling"].append(fact)
+
+    @property
+    def by_world(self) -> tuple[float, ...]:
+        """The factors by which a loss depends on the number of ranks; none with one rank."""
+        return (float(ranks()), 1 / ranks()) if ranks() > 1 else ()
 
 
 def _arrived(term: dict[str, Any], gradient: Tensor | None) -> None:

@@ -6,13 +6,13 @@ numbers that the script multiplies or divides by. What the loss is meant to be i
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ddp_doctor.explain.findings import MICRO_BATCHES, Finding, Prediction, finding, rule
 from ddp_doctor.explain.numbers import alike, near, number
 from ddp_doctor.explain.rules.pairs import gathers_of
-from ddp_doctor.explain.steps import Step, Term, by_optimizer, is_literal, usual_length
+from ddp_doctor.explain.steps import Entry, Step, Term, by_optimizer, is_literal, usual_length
 from ddp_doctor.facts.merged import Run, so_far
 from ddp_doctor.facts.types import CollectiveFact, ScalingFact, uneven
 
@@ -43,7 +43,7 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
             for step in steps
             for term in step.terms
             if term.is_loss or term is step.main
-            for sums in _groups(step, term, what)
+            for sums in (_groups(step, term, what) if run.weighed or what != "ranks" else ())
             for divisors in [_divided_by(step, sums) if what == "ranks" else []]
             for weights in [_own_weights(term, sums, divisors)]
             if max(weights) / min(weights) > 1.003
@@ -149,7 +149,7 @@ def world_size(run: Run, steps: list[Step]) -> Iterator[Finding]:
     for step in steps:
         term = step.main
         measured = step.combination.kind in ("averaged", "summed", "scaled")
-        if step.window.world < 2 or not measured or len(run.readers) < run.world:
+        if step.window.world < 2 or not measured or not run.weighed:
             continue
         if term is not None and term.micros != usual[step.window.optimizer]:
             continue  # a shorter last window
@@ -244,13 +244,14 @@ def _of_the_loss(step: Step, term: Term, world: int, total: float | None) -> Ite
             "Multiply the loss by dist.get_world_size(), or use the mean over the items.",
             predicts=replace(once, undivided=True),
         )
-    divisor = _count_of_all(step, term, world)
-    if divisor is not None and _worldly(term, "*", world) is None:
+    found = _count_of_all(step, term, world)
+    if found is not None and _worldly(term, "*", world) is None:
+        divisor, counts = found
         yield finding(
             "missing_world_size_factor",
-            f"Step {n}: the loss is a sum that is divided by {number(divisor['value'])} "
-            f"({divisor['text']}), a count of all ranks, and the gradients are then averaged over "
-            f"the {world} ranks, which divides by {world} again.",
+            f"Step {n}: each rank's loss is a sum that is divided by {number(divisor['value'])} "
+            f"({divisor['text']}), and the ranks have {', '.join(map(number, counts[:8]))}. The "
+            f"gradients are then averaged over the {world} ranks, which divides by {world} again.",
             divisor["place"],
             "Multiply the loss by dist.get_world_size(): the average divides by it again.",
             predicts=once,
@@ -262,29 +263,39 @@ def _same_weights(term: Term) -> bool:
     return bool(each) and alike(each)
 
 
-def _count_of_all(step: Step, term: Term, world: int) -> ScalingFact | None:
-    """A divisor of a sum that is the count of all ranks' items, and not of one rank's.
+def _count_of_all(step: Step, term: Term, world: int) -> tuple[ScalingFact, list[float]] | None:
+    """A divisor of a sum that is the count of all ranks, and not of one; and the ranks' counts.
 
     It is the number of items that the loss functions count; or the ranks have other counts, all
-    divide by one number, and it is nearer to the count of all ranks than to its W-th part.
+    divide by one number, and it is nearer to the count of all ranks than to its W-th part. A loss
+    may sum over classes, too: then its rows are counted.
     """
     if term.reduction == "mean" or gathers_of(step.window.first):
         return None
-    ranks = [count for count, _ in term.by(lambda entry: entry.rank).values()]
-    micros = [count for count, _ in term.by(lambda entry: entry.micro).values()]
     by_rank = [_divisors(fact["scaling"]) for _, fact in step.window]
-    for place in by_rank[0]:
-        divisors = [found.get(place) for found in by_rank]
-        first = divisors[0]
-        if first is None or any(one is None or one["value"] != first["value"] for one in divisors):
+    for place, first in by_rank[0].items():
+        if any(place not in one or one[place]["value"] != first["value"] for one in by_rank):
             continue
-        if any(near(first["value"], count) for count in (term.items, *micros)):
-            return first
-        other_counts = not alike(ranks, 0.003) and len(ranks) == world
-        off = math.log(first["value"] / max(micros)) if other_counts and max(micros) else math.inf
-        if abs(off) < 0.5 * math.log(world):
-            return first
+        for unit in ("items", "rows"):
+            ranks = _counted(term, lambda entry: entry.rank, unit)
+            micros = _counted(term, lambda entry: entry.micro, unit)
+            exact = unit == "items" and any(
+                near(first["value"], count) for count in (sum(ranks), *micros)
+            )
+            other_counts = len(ranks) == world and min(ranks) > 0 and not alike(ranks, 0.003)
+            off = abs(math.log(first["value"] / max(micros))) if other_counts else math.inf
+            if exact or off < 0.5 * math.log(world):
+                return first, ranks
     return None
+
+
+def _counted(term: Term, key: Callable[[Entry], int], unit: str) -> list[float]:
+    """The items, or rows, of each rank or micro-batch."""
+    sums: dict[int, float] = {}
+    for entry in term.entries:
+        count = entry.count if unit == "items" else entry.fact["rows"]
+        sums[key(entry)] = sums.get(key(entry), 0.0) + count
+    return [count for _, count in sorted(sums.items())]
 
 
 def _divisors(scaling: list[ScalingFact]) -> dict[tuple[str, str], ScalingFact]:
@@ -318,14 +329,14 @@ def own_reduction(step: Step) -> str:
     return max(calls, key=lambda call: call[0], default=(False, ""))[1]
 
 
-@rule("loss_not_divided_by_accumulation", "loss_divided_twice", "partial_window_divided_by_k")
+@rule("loss_not_divided_by_accumulation", "partial_window_divided_by_k")
 def micro_batches(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """The means of K micro-batches are added undivided, or each is divided by other than K.
+    """The means of K micro-batches are added undivided, or those of fewer are divided by K.
 
     Right if the sum is meant, as with several losses of one batch, or if a learning rate makes up
     for it. How many micro-batches a script takes is no part of what --certify compares.
     """
-    for own in by_optimizer(steps).values() if len(run.readers) == run.world else ():
+    for own in by_optimizer(steps).values() if run.weighed else ():
         usual = usual_length(own)
         known = [(step, term, total) for step in own if (term := step.main) for total in [_k(step)]]
         for step, term, total in known:
@@ -341,8 +352,6 @@ def micro_batches(run: Run, steps: list[Step]) -> Iterator[Finding]:
                 yield _of_k("partial_window_divided_by_k", step, term, total, cut)
             elif not short and k > 1 and near(total, k) and _other_data(step, term):
                 yield _of_k("loss_not_divided_by_accumulation", step, term, total)
-            elif not short and k > 1 and near(total, 1 / k) and _divisions_by(step, term, k) > 1:
-                yield _of_k("loss_divided_twice", step, term, total)
 
 
 def _k(step: Step) -> float | None:
@@ -361,7 +370,6 @@ def _of_k(code: str, step: Step, term: Term, total: float, cut: bool = False) ->
     fixes = {
         "loss_not_divided_by_accumulation": f"loss = loss / {k} before backward (the number of "
         "accumulation steps).",
-        "loss_divided_twice": f"Remove one of the two divisions by {k}.",
         "partial_window_divided_by_k": "Divide by the number of micro-batches in this step, or "
         "drop the last one.",
     }
@@ -375,16 +383,6 @@ def _of_k(code: str, step: Step, term: Term, total: float, cut: bool = False) ->
         "note" if cut else None,
         Prediction(f"{number(total)} times the mean", total, outside=MICRO_BATCHES),
     )
-
-
-def _divisions_by(step: Step, term: Term, k: int) -> int:
-    """How often the loss is visibly divided by K. A literal 2 is half of a square, and another
-    literal may be the number of a loss's terms.
-    """
-    sure = k > 2 and len(step.terms) == 1
-    by_k = [one for one in term.scaling if one["op"] == "/" and near(one["value"], k)]
-    by_k += [one for one in term.scaling if one["op"] == "*" and near(one["value"], 1 / k)]
-    return sum(sure or not is_literal(one) for one in by_k)
 
 
 def _other_data(step: Step, term: Term) -> bool:

@@ -3,10 +3,9 @@
 from typing import Any
 
 from doctor.journals import OWN, SAME, fact, findings, run_of, run_with_steps, window
-from doctor.test_intended import scaled_by
 
 from ddp_doctor.facts.merged import Run
-from ddp_doctor.facts.types import ClipFact, CollectiveFact, DroppedFact, ForwardFact
+from ddp_doctor.facts.types import ClipFact, CollectiveFact, DroppedFact
 
 
 def clearing(
@@ -63,29 +62,6 @@ def test_gradients_that_are_never_cleared_are_found() -> None:
     assert "3 of 3 observed steps" in found.evidence
     assert findings(keeping(0, 0, 0, 0)) == {}
     assert findings(keeping(0, 2, 0, 0)) == {}
-
-
-def divided(k: int, *operands: str, others: bool = False) -> Run:
-    windows = []
-    for mine in OWN:
-        one = window([4] * k, [1 / k**2] * k, SAME, mine)
-        one["scaling"] = [scaled_by("/", float(k), each) for each in operands]
-        for backward in one["backwards"] if others else ():
-            term = backward["terms"][0]
-            backward["terms"].append({**term, "function": "l1_loss", "factor": term["factor"] / 2})
-        one["forwards"] = [fact(ForwardFact, sync=at == k - 1) for at in range(k)]
-        for at, backward in enumerate(one["backwards"]):
-            backward["prepared"] = {"0": at == k - 1}
-        windows.append(one)
-    return run_of(windows)
-
-
-def test_a_second_division_that_is_written_as_a_number_is_still_the_second() -> None:
-    """accelerator.backward(loss / 4): Accelerate divides by the accumulation steps, too."""
-    assert "loss_divided_twice" in findings(divided(4, "4", "self.gradient_accumulation_steps"))
-    assert "loss_divided_twice" in findings(divided(4, "steps", "accumulation"))
-    assert findings(divided(2, "2", "accumulation")) == {}  # half of a square
-    assert findings(divided(4, "4", "accumulation", others=True)) == {}  # the mean of four losses
 
 
 def beside_an_idle_optimizer(backwards: dict[str, int], **facts: Any) -> Run:

@@ -42,7 +42,7 @@ def combination(window: Window, run: Run, clipped: bool = False) -> Combination:
     common = {name for name in names if len(window.groups(name)) == 1}
     pieces = next(iter(window.snapshots().values()), no_snapshot())["pieces"]
     own = set(window.differing_gradients)
-    if (run.in_groups and own) or (names and not common and not pieces):
+    if (run.in_groups and (own or run.split)) or (names and not common and not pieces):
         return Combination("in parts", None)
     if window.world > 1 and not names - own:
         return Combination("not combined", None)
@@ -68,7 +68,7 @@ def combination(window: Window, run: Run, clipped: bool = False) -> Combination:
 def _combined_in_backward(window: Window, run: Run) -> str:
     """Where a backward of the script's own reduces gradients, if all ranks' are equal after it.
 
-    What each rank computed before is not seen. Empty where ranks share their data.
+    What each rank computed before is not seen. Empty where ranks hold parts of a model.
     """
     calls = [
         call
@@ -76,7 +76,7 @@ def _combined_in_backward(window: Window, run: Run) -> str:
         for call in fact["collectives"]
         if call["in_backward"] and call["through_autograd"] and "reduce" in call["op"]
     ]
-    if not calls or run.wrappers or not run.weighed:
+    if not calls or run.wrappers or run.split:
         return ""
     local = [snapshot["local"] for snapshot in window.snapshots().values()]
     equal = any(

@@ -106,10 +106,10 @@ def run_of(windows: list[WindowFact], **facts: Any) -> Run:
     for rank, one in enumerate(windows):
         kinds = {
             "window": [one | {"world": one["world"] or len(windows)}],
-            "totals": [fact(TotalsFact, steps={"0": 1}, backwards=1)],
+            "totals": [fact(TotalsFact, steps={"0": 1})],
             "end": [fact(EndFact)],
         }
-        now = Status(0.0, 1, 1, True, "ended")
+        now = Status(0.0, 1, True, "ended")
         journals.append(journal_of(rank, len(windows), now, **deepcopy(kinds | facts)))
     return Run.of(journals)
 

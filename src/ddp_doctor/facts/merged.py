@@ -76,16 +76,6 @@ class Rank:
         return self.end.get("error") if self.end else None
 
     @property
-    def error_text(self) -> str:
-        return self.error["text"] if self.error else ""
-
-    @property
-    def backwards(self) -> int:
-        if self.totals:
-            return self.totals["backwards"]
-        return self.status.backwards if self.status else 0
-
-    @property
     def steps(self) -> int:
         if self.totals:
             return sum(self.totals["steps"].values())
@@ -361,7 +351,7 @@ class Run:
             found.append(f"rank {', '.join(map(str, self.missing))} has no journal in this folder")
         for rank in self.ranks:
             if rank.error is not None:
-                text = (rank.error_text.splitlines() or ["no message"])[0]
+                text = (rank.error["text"].splitlines() or ["no message"])[0]
                 at = f" at {rank.error['place']}" if rank.error["place"] else ""
                 found.append(f"rank {rank.rank} ended with {rank.error['type']}: {text}{at}")
             elif rank.facts["failed"]:

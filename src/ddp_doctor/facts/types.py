@@ -110,7 +110,6 @@ class CollectiveFact(TypedDict):
 
 
 class ForwardFact(TypedDict):
-    wrapper: int
     sync: bool
     place: str
 
@@ -146,7 +145,6 @@ class StartFact(ParametersFact):
 class ChangeFact(TypedDict):
     name: str
     how: str
-    wrapper: int
 
 
 class StepFact(TypedDict):
@@ -269,8 +267,6 @@ class ScheduleFact(TypedDict):
 
 class TotalsFact(TypedDict):
     steps: dict[str, int]
-    backwards: int
-    collectives: dict[str, int]
     starts: dict[str, int]  # by step: a checksum of some parameters
 
 

@@ -16,7 +16,7 @@ from ddp_doctor.facts.fingerprints import dense, projection
 from ddp_doctor.facts.places import call, place
 from ddp_doctor.facts.types import uneven
 from ddp_doctor.observe import losses
-from ddp_doctor.observe.patching import Patches
+from ddp_doctor.observe.patching import Args, Kwargs, Patches
 from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import REDUCED, Recorder
 from ddp_doctor.observe.states import Backward, OptimizerState
@@ -43,15 +43,13 @@ class _Backwards:
         # By parameter with hooks: its gradient before them, and how many collectives there were.
         self.early: dict[int, tuple[float | None, int]] = {}
 
-    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, args: Args, kwargs: Kwargs) -> Any:
         """Returns the record of this backward, and the nodes that it starts from."""
         recorder, session = self.recorder, self.recorder.session
         recorder.in_backward += 1
         if recorder.in_backward > 1:
             return None
         recorder.backward_count += 1
-        if session.journal is not None:
-            session.journal.backwards += 1
         at = place() if recorder.on else ""
         session.set_status(f"backward at {at}" if at else "backward")
         record: Backward = {"place": at, "reached": set()}
@@ -122,7 +120,7 @@ class _Backwards:
         group: Any = file.FSDPParamGroup
         self.patches.observe(group, "post_backward", self.gather_local, self.keep_local)
 
-    def gather_local(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def gather_local(self, args: Args, kwargs: Kwargs) -> None:
         """fully_shard is about to reduce the gradients of a group, or to keep them for later."""
         recorder, record = self.recorder, self.record
         for parameter, value in _whole(args[0]) if record is not None and recorder.on else ():
@@ -136,9 +134,7 @@ class _Backwards:
             if record is not None:
                 record["reached"].add(key)
 
-    def keep_local(
-        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def keep_local(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         """What fully_shard has kept will be there again after the next backward."""
         if self.recorder.on:
             kept = {id(parameter): value for parameter, value in _whole(args[0]) if value}
@@ -176,7 +172,7 @@ class _Backwards:
             before = math.nan  # the script keeps what an earlier backward of this step has computed
         recorder.local[key] = before + value
 
-    def after(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         recorder = self.recorder
         recorder.in_backward -= 1
         if recorder.in_backward or token is None:
@@ -237,7 +233,7 @@ def _whole(group: Any) -> Iterator[tuple[Tensor, float]]:
         yield one.sharded_param, sum(projection(part) or 0.0 for part in parts if part is not None)
 
 
-def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _roots(args: Args, kwargs: Kwargs) -> list[Tensor]:
     first = args[0] if args else kwargs.get("tensors")
     if isinstance(first, Tensor):
         return [first]
@@ -246,7 +242,7 @@ def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return []
 
 
-def _retains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _retains(args: Args, kwargs: Kwargs) -> bool:
     """Whether this backward keeps its graph, so that another one can run through it."""
     given = {**dict(zip(("retain_graph", "create_graph"), args[2:4], strict=False)), **kwargs}
     return bool(given.get("retain_graph") or given.get("create_graph"))

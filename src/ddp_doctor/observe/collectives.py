@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 
 from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import CALLS, REDUCTIONS, CollectiveFact
-from ddp_doctor.observe.patching import Patches
+from ddp_doctor.observe.patching import Args, Kwargs, Patches
 from ddp_doctor.observe.recorder import Recorder
 
 MAX_PER_WINDOW = 300
@@ -25,7 +25,12 @@ AUTOGRAD = (  # functional collectives that carry gradients
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
+    if not dist.is_available():
+        return
     calls = _Calls(recorder)
+    for owner in (distributed_c10d, dist, device_mesh):
+        patches.observe(owner, "init_process_group", calls.joining, calls.joined)
+        patches.observe(owner, "destroy_process_group", calls.leaving, calls.left)
     for name in AUTOGRAD:
         before = calls.enter(name)
         patches.observe(functional, name, before, calls.leave, failed=calls.abandoned)
@@ -57,10 +62,28 @@ class _Calls:
         self.found: dict[Any, What] = {}  # which gradient or parameter is where,
         self.moment = [0, 0]  # as of this step and this backward
 
+    def joining(self, args: Args, kwargs: Kwargs) -> None:
+        """A process group is about to be made, or has been (`joined`)."""
+        self.recorder.session.open()
+        self.recorder.grouped = False
+        self.recorder.session.set_status(f"init_process_group at {place()}")
+
+    def joined(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
+        self.recorder.open()
+        self.recorder.session.set_status("running")
+
+    def leaving(self, args: Args, kwargs: Kwargs) -> None:
+        """A process group is about to be destroyed, or has been (`left`)."""
+        self.recorder.session.set_status(f"destroy_process_group at {place()}")
+
+    def left(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
+        self.recorder.grouped = dist.is_initialized()  # False unless it was another group
+        self.recorder.session.set_status("running")
+
     def enter(self, name: str) -> Any:
         recorder, session = self.recorder, self.recorder.session
 
-        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(args: Args, kwargs: Kwargs) -> Any:
             """Returns what the process was doing: a wrapper's backward goes on doing it."""
             self.depth += 1
             if self.depth > 1:
@@ -83,8 +106,8 @@ class _Calls:
         name: str,
         at: str,
         tensor: Tensor | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> None:
         """Write a call down."""
         recorder = self.recorder
@@ -115,7 +138,7 @@ class _Calls:
             recorder.mark_reduced_loss(tensor.grad_fn, fact)
         recorder.window["collectives"].append(fact)
 
-    def leave(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def leave(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         self.depth -= 1
         if self.depth == 0:
             self.recorder.session.set_status(token or "running")
@@ -177,14 +200,14 @@ def _key(tensor: Tensor) -> Any:
     return (tensor.data_ptr() if readable else 0) or ("itself", id(tensor))
 
 
-def _tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _tensor(args: Args, kwargs: Kwargs) -> Tensor | None:
     for value in (*reversed(args[:2]), *kwargs.values()):
         if isinstance(value, Tensor):
             return value
     return None
 
 
-def _ranks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
+def _ranks_of(args: Args, kwargs: Kwargs) -> list[int] | None:
     """The ranks that take part; None if all do."""
     groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
     if not groups or groups[0] is dist.group.WORLD:

@@ -12,7 +12,7 @@ from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import BatchFact, LoaderFact, SamplerFact
-from ddp_doctor.observe.patching import Patches
+from ddp_doctor.observe.patching import Args, Kwargs, Patches
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.observe.states import Numbers
 
@@ -40,9 +40,7 @@ class _Data:
         self.described: set[int] = set()  # loaders
         self.rows: dict[int, int] = {}  # by iterator; a batch without rows counts as one
 
-    def sampled(
-        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def sampled(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         """A sampler begins an epoch."""
         sampler = args[0]
         number = self.samplers.of(sampler)
@@ -62,7 +60,7 @@ class _Data:
         )
         self.session.write("sampler", **fact)
 
-    def iterated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def iterated(self, args: Args, kwargs: Kwargs) -> None:
         """A loader is about to be read: the first time, say what it is."""
         loader = args[0]
         number = self.loaders.of(loader)
@@ -83,12 +81,10 @@ class _Data:
         )
         self.session.write("loader", **fact)
 
-    def waiting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def waiting(self, args: Args, kwargs: Kwargs) -> None:
         self.session.set_status("waiting for the data loader")
 
-    def delivered(
-        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def delivered(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         """A loader has returned a batch."""
         self.session.set_status("running")
         if not torch.is_grad_enabled():

@@ -348,8 +348,6 @@ class Recorder:
         """The process ends: write down what is only known then."""
         totals = TotalsFact(
             steps={str(s.index): s.steps for s in self.optimizers.values()},
-            backwards=self.backward_count,
-            collectives=self.collective_counts,
             starts={str(step): int(value) for step, value in self.starts.items()},
         )
         self.session.write("totals", **totals)

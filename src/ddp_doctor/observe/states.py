@@ -120,7 +120,7 @@ class WrapperState:
             ):
                 found[name] = "moved"
         changed = list(found.items())[:50]
-        return [ChangeFact(name=name, how=how, wrapper=self.index) for name, how in changed]
+        return [ChangeFact(name=name, how=how) for name, how in changed]
 
 
 def accumulator(parameter: Tensor) -> Any:

@@ -12,7 +12,7 @@ from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import ForwardFact, WrapperFact
-from ddp_doctor.observe.patching import Patches
+from ddp_doctor.observe.patching import Args, Kwargs, Patches
 from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import Recorder, ranks
 from ddp_doctor.observe.states import WrapperState
@@ -37,18 +37,16 @@ class _Wrappers:
         register = torch.nn.modules.module.register_module_forward_pre_hook
         self.handle = register(lambda module, args: self.first_forwards(module, args))
 
-    def made(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def made(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         _made(self.recorder, args[0])
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def forward(self, args: Args, kwargs: Kwargs) -> None:
         _called(self.recorder, args[0], args[1:], kwargs)
 
-    def forwarded(
-        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def forwarded(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         self.recorder.session.set_status("after forward")
 
-    def joining(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def joining(self, args: Args, kwargs: Kwargs) -> None:
         self.recorder.open()
         self.recorder.session.write("join")
 
@@ -94,9 +92,7 @@ def _made(recorder: Recorder, wrapper: Any) -> None:
     recorder.session.write("wrapper", **fact)
 
 
-def _called(
-    recorder: Recorder, wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _called(recorder: Recorder, wrapper: Any, args: Args, kwargs: Kwargs) -> None:
     recorder.session.set_status("forward")
     state = recorder.wrapper_of(getattr(wrapper, "module", None))
     if state is None or not torch.is_grad_enabled():
@@ -105,7 +101,7 @@ def _called(
     if recorder.on and len(recorder.window["forwards"]) < 64:
         at = place()
         recorder.session.set_status(f"forward at {at}")
-        fact = ForwardFact(wrapper=state.index, sync=state.prepared, place=at)
+        fact = ForwardFact(sync=state.prepared, place=at)
         recorder.window["forwards"].append(fact)
         recorder.window["inputs"].append(_inputs(args, kwargs))
         note_state(recorder)
@@ -124,7 +120,7 @@ def wrappers_like_ddp() -> list[torch.nn.Module]:
     return [candidate for candidate in found if "FullySharded" not in type(candidate).__name__]
 
 
-def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
+def _inputs(args: Args, kwargs: Kwargs) -> list[list[Any]]:
     """Hash, size and shape of each tensor that a forward was given, also inside of objects."""
     return [
         [checksum(tensor, 1 << 22), tensor.numel(), list(tensor.shape)[:6]]

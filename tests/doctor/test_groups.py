@@ -138,7 +138,7 @@ def test_equal_data_of_some_ranks_are_found_unless_they_may_have_parts_of_one_ba
         return [one.evidence for one in findings(run_with_steps(steps)).values()]
 
     [evidence] = said()
-    assert "ranks 0, 2 and ranks 1, 3 computed the loss from bitwise equal inputs" in evidence
+    assert "ranks 0, 2 and ranks 1, 3 computed the loss from equal data" in evidence
     assert "4 ranks do the work of 2" in evidence
     call = fact(CollectiveFact, op="all_gather", through_autograd=True, what="activation")
     assert said(call) == []

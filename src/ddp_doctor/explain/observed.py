@@ -128,9 +128,9 @@ def _micro_batches(run: Run) -> list[Line]:
     flags = [synchronized(fact) for window in windows for _, fact in window]
     if run.world > 1 and all(flags):
         if all(all(each) for each in flags):
-            text += ", each averaged over the ranks, where the last one would be enough"
+            text += ", each synchronized by the wrapper, where the last one would be enough"
         elif all(each[-1] and not any(each[:-1]) for each in flags):
-            text += ", averaged over the ranks in the last one"
+            text += ", synchronized by the wrapper in the last one"
     return [Line("backwards", text, {"backwards": counts})]
 
 
@@ -229,7 +229,8 @@ def _finite(run: Run) -> Line:
                 if bad:
                     text = f"step {window.n}, rank {rank}: a {what} is {number(bad[0])}"
                     return Line("numbers", text, {"finite": False})
-    return Line("numbers", "no loss and no gradient is NaN or infinite", {"finite": True})
+    text = "no NaN or infinity among the values of losses and gradients that were looked at"
+    return Line("numbers", text, {"finite": True})
 
 
 def _many(count: int, what: str) -> str:

@@ -26,8 +26,9 @@ def same_data_on_ranks(run: Run, steps: list[Step]) -> Iterator[Finding]:
         )
         yield finding(
             "same_data_on_ranks",
-            f"In all {len(windows)} observed steps {alike} computed the loss from bitwise equal "
-            f"inputs and targets: {run.world} ranks do the work of {len(run.same_data)}.",
+            f"In all {len(windows)} observed steps {alike} computed the loss from equal data: "
+            f"inputs and targets, or the loss itself where these were not seen. {run.world} ranks "
+            f"do the work of {len(run.same_data)}.",
             run.loader["place"] if run.loader else _where(windows[0].ranks[0]),
             "DataLoader(dataset, sampler=DistributedSampler(dataset)), and call "
             "sampler.set_epoch(epoch) in every epoch.",
@@ -72,7 +73,7 @@ def _overlap(run: Run) -> Iterator[Finding]:
         "same_data_on_ranks",
         f"The ranks do not split the {whole} samples between them: {common} of the first "
         f"{len(other)} rows that two ranks read are the same. (Two random orders of one data set "
-        f"share about {expected:.0f}.) So an epoch trains on the whole data set {run.world} times.",
+        f"share about {expected:.0f}.)",
         loaders[0]["place"],
         "DataLoader(dataset, sampler=DistributedSampler(dataset)).",
         "warning",
@@ -129,8 +130,8 @@ def datasets_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
         if alike and len({loader["content"] for loader in same}) > 1:
             yield finding(
                 "datasets_differ",
-                f"{same[0]['dataset']} has {same[0]['length']} samples on every rank, but other "
-                f"contents on each. The sampler splits indices as if the data were the same.",
+                f"{same[0]['dataset']} has {same[0]['length']} samples on every rank, but not the "
+                f"same contents. The sampler splits indices as if the data were the same.",
                 same[0]["place"],
                 "Seed before the data are made or shuffled (torch.manual_seed(0) on every rank), "
                 "or make them once and load the file.",

@@ -338,20 +338,17 @@ def micro_batches(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """
     for own in by_optimizer(steps).values() if run.weighed else ():
         usual = usual_length(own)
-        known = [(step, term, total) for step in own if (term := step.main) for total in [_k(step)]]
-        for step, term, total in known:
-            if total is None:
+        for step in own:
+            term, total = step.main, _k(step)
+            if term is None or total is None:
                 continue
             k, short = term.micros, term.micros < usual
             if short and near(total, k / usual):
-                neighbors = [other for other, _, t in known if t and other is not step]
-                cut = any(
-                    o.main and abs(o.window.n - step.window.n) == 1 and o.main.micros + k == usual
-                    for o in neighbors
-                )
-                yield _of_k("partial_window_divided_by_k", step, term, total, cut)
+                fix = "Divide by the number of micro-batches in this step, or drop the last one."
+                yield _of_k("partial_window_divided_by_k", step, term, total, fix)
             elif not short and k > 1 and near(total, k) and _other_data(step, term):
-                yield _of_k("loss_not_divided_by_accumulation", step, term, total)
+                fix = f"loss = loss / {k} before backward (the number of accumulation steps)."
+                yield _of_k("loss_not_divided_by_accumulation", step, term, total, fix)
 
 
 def _k(step: Step) -> float | None:
@@ -365,23 +362,16 @@ def _k(step: Step) -> float | None:
     return sum(shares) / step.window.world if alike(shares) else None
 
 
-def _of_k(code: str, step: Step, term: Term, total: float, cut: bool = False) -> Finding:
+def _of_k(code: str, step: Step, term: Term, total: float, fix: str) -> Finding:
     k, each = term.micros, number(total / term.micros)
-    fixes = {
-        "loss_not_divided_by_accumulation": f"loss = loss / {k} before backward (the number of "
-        "accumulation steps).",
-        "partial_window_divided_by_k": "Divide by the number of micro-batches in this step, or "
-        "drop the last one.",
-    }
     return finding(
         code,
         f"Step {step.window.n}: {k} micro-batch{'es' * (k != 1)}, and the mean of each arrives "
         f"{each} times in the sum that is back-propagated: together {number(total)}, where a mean "
         f"of all has 1.",
         step.window.backward_place or term.place,
-        fixes[code],
-        "note" if cut else None,
-        Prediction(f"{number(total)} times the mean", total, outside=MICRO_BATCHES),
+        fix,
+        predicts=Prediction(f"{number(total)} times the mean", total, outside=MICRO_BATCHES),
     )
 
 

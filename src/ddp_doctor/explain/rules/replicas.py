@@ -170,8 +170,7 @@ def buffers_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
     if not names:
         return
     fact = window.first
-    why = "Each rank evaluates, and rank 0 saves, a different model"
-    why += " (broadcast_buffers=False)." if run.wrappers else " (no wrapper broadcasts them)."
+    why = "The wrapper does not broadcast them." if run.wrappers else "No wrapper broadcasts them."
     if broadcast:
         why = "Each forward overwrites them with rank 0's: what other ranks added is lost."
     first = next(each for each in run.complete if set(names) & set(each.differing_buffers))

@@ -120,12 +120,12 @@ def clipped_by_own_norms(run: Run, steps: list[Step]) -> Iterator[Finding]:
                     shown = "the norms at the clip are each rank's own"
                     yield _local_shards(window, shown, norms, ones[0]["place"])
             elif any(_combines_later(fact, ones[0]) for fact in window.facts):
-                shown = f"({', '.join(map(number, norms[:8]))})" if norms else "(by value)"
+                shown = f"by their norms, {', '.join(map(number, norms[:8]))}"
                 yield finding(
                     "clipped_before_sync",
-                    f"Step {window.n}: the ranks clip gradients that differ {shown}, and an "
-                    f"all-reduce follows in the same step. The mean of clipped gradients is not "
-                    f"the clipped mean.",
+                    f"Step {window.n}: the ranks clip gradients {'by value' if by_value else shown}"
+                    f", and an all-reduce follows in the same step. The mean of clipped gradients "
+                    f"is not the clipped mean.",
                     ones[0]["place"],
                     "Clip after the all-reduce, right before optimizer.step().",
                     None if by_value or any(map(_bites, ones)) else "note",
@@ -144,8 +144,13 @@ def _local_shards(window: Window, what: str, numbers: list[float], place: str) -
 
 
 def _combines_later(fact: WindowFact, clip: ClipFact) -> bool:
-    """Whether an all-reduce of something like gradients follows a clip in the same step."""
-    kinds = ("gradient", "flat", "like a gradient", "other")
+    """Whether an all-reduce of something like gradients follows a clip in the same step.
+
+    Of a clip by value no norm tells that the ranks' gradients still differ.
+    """
+    kinds = {"gradient", "flat", "like a gradient"} | (
+        {"other"} if clip["kind"] == "norm" else set()
+    )
     return any(
         call["op"] == "all_reduce" and call.get("what") in kinds and call.get("numel", 0) > 1
         for call in fact["collectives"][clip["collectives"] :]
@@ -270,11 +275,13 @@ def scheduler_steps_per_rank(run: Run, steps: list[Step]) -> Iterator[Finding]:
             for (before, now), rate in zip(pairwise(counts), rates, strict=True)
             if rate <= 1e-6 * max(rates)
         )
-        if (total is not None and count > total) or ended > 0.25 * count:
+        over = total is not None and count > total
+        if over or ended > 0.25 * count:
+            how = f"its schedule has {total}" if over else f"its rate was 0 in {ended} of them"
             yield finding(
                 "scheduler_steps_per_rank",
-                f"The scheduler stepped {count} times in {taken} optimizer steps, "
-                f"{run.world} times each, and its schedule was over before the run was.",
+                f"The scheduler stepped {count} times in {taken} optimizer steps of {run.world} "
+                f"ranks, and {how}.",
                 last["place"],
                 "Do not pass the scheduler to prepare(), or give it world_size times as many steps "
                 "(accelerate: split_batches, step_scheduler_with_optimizer).",

@@ -12,6 +12,6 @@ How a fact comes about:
    gradients and parameters.
 4. An error in an observer ends the observation with one line, never the run (`session.guard`).
 
-Nothing here changes a number, communicates with other ranks, reads a fact, or judges one: the ranks'
-facts meet in `facts.merged`.
+Nothing here changes a number, communicates with other ranks, reads a fact, or judges one: the facts
+of all ranks meet in `facts.merged`.
 """

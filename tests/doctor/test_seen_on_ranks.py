@@ -266,17 +266,6 @@ for step in range(3):
     opt.step()
     opt.zero_grad()
 """,
-    "each rank may slice what all read": WRAPPED
-    + """
-data = TensorDataset(torch.randn(96, 4, generator=torch.Generator().manual_seed(3)))
-torch.manual_seed(0)
-loader = DataLoader(data, batch_size=8, shuffle=True)
-for x, in loader:
-    x = x[rank::world]
-    opt.zero_grad()
-    loss_of(model, x).backward()
-    opt.step()
-""",
     "a new sampler in every epoch is not taken for the last one": WRAPPED
     + """
 data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(3)))
@@ -421,6 +410,15 @@ if rank == 0:
 opt = torch.optim.SGD(model.parameters(), lr=0.01)
 train(model, opt, 4)
 """,
+    ("scaled_by_world_size", "the factor is on each sample's loss"): WRAPPED
+    + """
+for step in range(3):
+    x = batch()
+    each = nn.functional.mse_loss(model(x), x[:, :2], reduction="none").mean(1)
+    opt.zero_grad()
+    (each * dist.get_world_size()).mean().backward()
+    opt.step()
+""",
     ("own_reduction_sums", "gradients are unscaled and clipped"): """
 opt = torch.optim.SGD(net.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -523,51 +521,6 @@ def test_a_step_of_many_micro_batches_is_counted_whole(server: Server, script: W
     seen = look(server, script, MANY_MICRO_BATCHES)
     assert seen["measured"]["backwards"]["backwards"] == [96]
     assert seen["found"] == {}
-
-
-CONTRASTIVE = """
-class Statistics(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        dist.all_gather([torch.empty(4) for _ in range(world)], x.mean(0))
-        return x.clone()
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-class Normed(nn.Module):
-    def forward(self, x):
-        return Statistics.apply(x) if SYNCED else x
-net = nn.Sequential(nn.Linear(4, 4), Normed())
-net.scale = nn.Parameter(torch.tensor(1.0))
-model = DDP(net)
-opt = torch.optim.SGD(model.parameters(), lr=0.01)
-def gathered(x):
-    pieces = [torch.zeros_like(x) for _ in range(world)]
-    dist.all_gather(pieces, x.detach())
-    pieces[rank] = x
-    return torch.cat(pieces)
-for step in range(3):
-    x = batch(6)
-    features = model(torch.cat([x, x + 0.1 * torch.randn(6, 4, generator=gen)]))
-    left, right = features.chunk(2)
-    everyone = gathered(right)
-    if WHOLE:
-        scores, targets = net.scale * gathered(left) @ everyone.T, torch.arange(6 * world)
-    else:
-        scores, targets = net.scale * left @ everyone.T, torch.arange(6) + 6 * rank
-    nn.functional.cross_entropy(scores, targets).backward()
-    opt.step()
-    opt.zero_grad()
-"""
-
-
-@pytest.mark.parametrize(("synced", "whole"), [(False, False), (True, False), (False, True)])
-def test_a_gather_without_gradient_is_recognized(
-    synced: bool, whole: bool, server: Server, script: Write
-) -> None:
-    text = CONTRASTIVE.replace("SYNCED", str(synced)).replace("WHOLE", str(whole))
-    found = {one["code"]: one["severity"] for one in look(server, script, text)["findings"]}
-    assert found["gather_without_gradient"] == "hint"
 
 
 OWN_GATHER = (

@@ -51,6 +51,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
         "The means of the micro-batches are added",
         ACCUMULATE,
     ),
+    "loss_divided_twice": ("hint", "The loss is divided by the accumulation steps twice", STEP),
     "partial_window_divided_by_k": (
         "hint",
         "A step with fewer micro-batches is divided by the usual number",

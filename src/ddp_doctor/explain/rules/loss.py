@@ -329,12 +329,13 @@ def own_reduction(step: Step) -> str:
     return max(calls, key=lambda call: call[0], default=(False, ""))[1]
 
 
-@rule("loss_not_divided_by_accumulation", "partial_window_divided_by_k")
+@rule("loss_not_divided_by_accumulation", "loss_divided_twice", "partial_window_divided_by_k")
 def micro_batches(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """The means of K micro-batches are added undivided, or those of fewer are divided by K.
+    """The means of K micro-batches are added undivided, or each is divided by other than K.
 
-    Right if the sum is meant, as with several losses of one batch, or if a learning rate makes up
-    for it. How many micro-batches a script takes is no part of what --certify compares.
+    Right if the sum is meant, as with several losses of one batch, or if the loss that is meant has
+    such a factor: with two micro-batches, a half is more often that of a square. How many
+    micro-batches a script takes is no part of what --certify compares.
     """
     for own in by_optimizer(steps).values() if run.weighed else ():
         usual = usual_length(own)
@@ -349,6 +350,9 @@ def micro_batches(run: Run, steps: list[Step]) -> Iterator[Finding]:
             elif not short and k > 1 and near(total, k) and _other_data(step, term):
                 fix = f"loss = loss / {k} before backward (the number of accumulation steps)."
                 yield _of_k("loss_not_divided_by_accumulation", step, term, total, fix)
+            elif not short and k > 2 and near(total, 1 / k) and len(step.terms) == 1:
+                fix = f"Remove one of the two divisions by {k}."
+                yield _of_k("loss_divided_twice", step, term, total, fix)
 
 
 def _k(step: Step) -> float | None:

@@ -266,16 +266,25 @@ def _same_weights(term: Term) -> bool:
 def _count_of_all(step: Step, term: Term, world: int) -> tuple[ScalingFact, list[float]] | None:
     """A divisor of a sum that is the count of all ranks, and not of one; and the ranks' counts.
 
-    It is the number of items that the loss functions count; or the ranks have other counts, all
-    divide by one number, and it is nearer to the count of all ranks than to its W-th part. A loss
-    may sum over classes, too: then its rows are counted.
+    Nothing else divides or multiplies, but for the number of micro-batches. It is the number of
+    items that the loss functions count; or the ranks have other counts, all divide by one number,
+    and it is nearer to the count of all ranks than to its W-th part. A loss may sum over classes,
+    too: then its rows are counted.
     """
-    if term.reduction == "mean" or gathers_of(step.window.first):
+    weights = [entry.share / entry.count for entry in term.entries if entry.count]
+    if (
+        term.reduction == "mean"
+        or gathers_of(step.window.first)
+        or not (weights and alike(weights))
+    ):
         return None
     by_rank = [_divisors(fact["scaling"]) for _, fact in step.window]
     for place, first in by_rank[0].items():
         if any(place not in one or one[place]["value"] != first["value"] for one in by_rank):
             continue
+        left = weights[0] * first["value"]
+        if not (near(left, 1.0) or near(left, 1 / term.micros)):
+            continue  # more has come between, such as an all-reduce that carries gradient
         for unit in ("items", "rows"):
             ranks = _counted(term, lambda entry: entry.rank, unit)
             micros = _counted(term, lambda entry: entry.micro, unit)

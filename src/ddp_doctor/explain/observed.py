@@ -229,7 +229,7 @@ def _finite(run: Run) -> Line:
                 if bad:
                     text = f"step {window.n}, rank {rank}: a {what} is {number(bad[0])}"
                     return Line("numbers", text, {"finite": False})
-    text = "no NaN or infinity among the values of losses and gradients that were looked at"
+    text = "no NaN or infinity in the losses and gradients that were looked at"
     return Line("numbers", text, {"finite": True})
 
 

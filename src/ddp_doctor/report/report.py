@@ -112,7 +112,7 @@ class Report:
         return said
 
     def as_text(self, width: int = 100, whole: bool = False) -> str:
-        """At most `LINES` lines, unless `whole`. What does not fit is counted: it is on the page."""
+        """At most `LINES` lines, unless `whole`; what does not fit is on the page."""
         width = max(60, min(width, 110))
         head = "ddp-doctor, a report so far: " if self.run.hung else "ddp-doctor: "
         head += f"{len(self.run.ranks)} of {self.run.world} ranks, "

@@ -250,8 +250,8 @@ def _of_the_loss(step: Step, term: Term, world: int, total: float | None) -> Ite
         yield finding(
             "missing_world_size_factor",
             f"Step {n}: each rank's loss is a sum that is divided by {number(divisor['value'])} "
-            f"({divisor['text']}), and the ranks have {', '.join(map(number, counts[:8]))}. The "
-            f"gradients are then averaged over the {world} ranks, which divides by {world} again.",
+            f"({divisor['text']}), and the ranks have {counts}. The gradients are then averaged "
+            f"over the {world} ranks, which divides by {world} again.",
             divisor["place"],
             "Multiply the loss by dist.get_world_size(): the average divides by it again.",
             predicts=once,
@@ -263,7 +263,7 @@ def _same_weights(term: Term) -> bool:
     return bool(each) and alike(each)
 
 
-def _count_of_all(step: Step, term: Term, world: int) -> tuple[ScalingFact, list[float]] | None:
+def _count_of_all(step: Step, term: Term, world: int) -> tuple[ScalingFact, str] | None:
     """A divisor of a sum that is the count of all ranks, and not of one; and the ranks' counts.
 
     Nothing else divides or multiplies, but for the number of micro-batches. It is the number of
@@ -294,7 +294,7 @@ def _count_of_all(step: Step, term: Term, world: int) -> tuple[ScalingFact, list
             other_counts = len(ranks) == world and min(ranks) > 0 and not alike(ranks, 0.003)
             off = abs(math.log(first["value"] / max(micros))) if other_counts else math.inf
             if exact or off < 0.5 * math.log(world):
-                return first, ranks
+                return first, f"{', '.join(map(number, ranks[:8]))} {unit}"
     return None
 
 

@@ -72,7 +72,7 @@ def _combined_in_backward(window: Window, run: Run) -> str:
     """
     calls = [
         call
-        for _, fact in window
+        for fact in window.facts
         for call in fact["collectives"]
         if call["in_backward"] and call["through_autograd"] and "reduce" in call["op"]
     ]

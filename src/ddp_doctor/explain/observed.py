@@ -68,7 +68,7 @@ def _gradients(run: Run, steps: list[Step]) -> Line:
     factors = [rescaled(s.window.facts) for s in steps if s.combination.kind == kind]
     if kind in ("averaged", "summed") and not alike(factors, 1e-3):
         text += "; then scaled by another factor in each step, as a clip does"
-    elif any(map(_shortens, (clip for s in steps for _, f in s.window for clip in f["clips"]))):
+    elif any(map(_shortens, (clip for s in steps for f in s.window.facts for clip in f["clips"]))):
         text += "; then clipped"
     if missing := sorted(unused(run.complete)):
         text += f"; {_many(len(missing), 'trained parameter')} without one, first {missing[0]}"
@@ -109,9 +109,9 @@ def _unexplained(found: Combination) -> str:
 
 def _in_step(run: Run) -> Line:
     """Without gradients: an optimizer may combine the ranks inside of its step."""
-    inside = [fact for each in run.complete for _, fact in each if "combined_in_step" in fact]
+    inside = [fact for each in run.complete for fact in each.facts if "combined_in_step" in fact]
     if not inside:
-        return Line("gradients", "no parameter of an optimizer has one in any observed step", {})
+        return Line("gradients", "no parameter of an optimizer has one in any observed step")
     at = inside[0]["combined_in_step"]
     text = f"the optimizer combines the ranks inside of its step, at {at}"
     return Line("gradients", text, {"combination": "in step", "unmeasured": True})
@@ -120,12 +120,12 @@ def _in_step(run: Run) -> Line:
 def _micro_batches(run: Run) -> list[Line]:
     """How many backwards a step has, and in which a wrapper averages."""
     windows = [window for window in run.complete if window.trains]
-    counts = sorted({len(fact["backwards"]) for window in windows for _, fact in window})
+    counts = sorted({len(fact["backwards"]) for window in windows for fact in window.facts})
     if not windows or counts[-1] < 2:
         return []
     shown = number(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     text = f"{shown} backwards per optimizer step"
-    flags = [synchronized(fact) for window in windows for _, fact in window]
+    flags = [synchronized(fact) for window in windows for fact in window.facts]
     if run.world > 1 and all(flags):
         if all(all(each) for each in flags):
             text += ", each synchronized by the wrapper, where the last one would be enough"
@@ -142,14 +142,14 @@ def _replicas(run: Run) -> list[Line]:
         return [Line("replicas", "which ranks hold copies was not seen", {"unmeasured": True})]
     windows, shared = run.complete, [n for n, g in run.copies.items() if len(g) < run.world]
     if not shared:
-        return [Line("replicas", "no parameter has copies on two ranks", {})]
+        return [Line("replicas", "no parameter has copies on two ranks")]
     drifted = {name for window in windows for name in window.differing_parameters}
     apart = [name for name in shared if name in drifted]
     text = f"{_many(len(shared), 'parameter')} bitwise equal after each observed step"
     if apart:
         first = next(w.n for w in windows if set(apart) & set(w.differing_parameters))
         text = f"{len(apart)} of {len(shared)} parameters differ after step {first}"
-    buffers = {name for window in windows for _, f in window for name in f["after"]["buffers"]}
+    buffers = {name for window in windows for f in window.facts for name in f["after"]["buffers"]}
     differing = {name for window in windows for name in window.differing_buffers}
     if buffers:
         how = f"{len(differing)} differ" if differing else "none differs"
@@ -176,7 +176,7 @@ def _settings(run: Run) -> list[Line]:
         f"a scheduler stepped {one['count']} times in {one['steps']} optimizer steps"
         for one in last.values()
     ]
-    return [Line("settings", "; ".join(said), {})] if said else []
+    return [Line("settings", "; ".join(said))] if said else []
 
 
 def _data(run: Run) -> list[Line]:
@@ -194,26 +194,26 @@ def _data(run: Run) -> list[Line]:
     orders = {(fact["seed"], fact["epoch"]) for fact in epochs}
     if len(epochs) > 1:
         said.append(f"{len(epochs)} epochs began, with {len(orders)} different orders")
-    return [Line("data", "; ".join(said), {})] if said else []
+    return [Line("data", "; ".join(said))] if said else []
 
 
 def _random(run: Run) -> list[Line]:
     """Whether the generators of the ranks are in one state, if a step draws anything."""
     windows = [window for window in run.complete if window.trains]
-    states = [[fact["random"] for _, fact in window] for window in windows]
+    states = [[fact["random"] for fact in window.facts] for window in windows]
     if run.world < 2 or not states or not all(all(each) for each in states):
         return []
-    dropout = all(fact["dropout"] for window in windows for _, fact in window)
+    dropout = all(fact["dropout"] for window in windows for fact in window.facts)
     firsts = [each[0][0] for each in states]
     if not dropout and len(set(firsts)) < len(firsts):
         return []
     same = [all(one == each[0] for one in each) for each in states]
     if not any(same):
-        return [Line("random", "the ranks' generators are in different states", {})]
+        return [Line("random", "the ranks' generators are in different states")]
     if not all(same):
         return []
     masks = ": their dropout draws the same numbers" if dropout else ""
-    return [Line("random", f"all ranks' generators are in the same state{masks}", {})]
+    return [Line("random", f"all ranks' generators are in the same state{masks}")]
 
 
 def _finite(run: Run) -> Line:
@@ -243,5 +243,5 @@ def _shortens(clip: ClipFact) -> bool:
 
 def unused(windows: list[Window]) -> set[str]:
     """Trained parameters without a gradient in any observed step."""
-    missing = [set(fact["snapshot"]["missing"]) for window in windows for _, fact in window]
+    missing = [set(fact["snapshot"]["missing"]) for window in windows for fact in window.facts]
     return missing[0].intersection(*missing) if missing else set()

@@ -138,7 +138,7 @@ def _term(window: Window, key: tuple[str, str], entries: list[Entry], alpha: flo
         replace(entry, micro=order[entry.rank].index(entry.micro), share=sign * entry.share)
         for entry in entries
     ]
-    scaling = [operation for _, fact in window for operation in fact["scaling"]]
+    scaling = [operation for fact in window.facts for operation in fact["scaling"]]
     distinct = {(each["op"], each["value"], each["place"], each["text"]): each for each in scaling}
     several = all(_several(fact, order[rank]) for rank, fact in window)
     return Term(*key, entries, list(distinct.values()), alpha, several)

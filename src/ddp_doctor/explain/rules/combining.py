@@ -115,7 +115,7 @@ def _shown(window: Window) -> str:
 def _changes(window: Window) -> dict[str, str]:
     """What has changed of parameters whose gradients differ."""
     differing = {name.split(":")[-1] for name in window.differing_gradients}
-    listed = [change for _, fact in window for change in fact["changed"]]
+    listed = [change for fact in window.facts for change in fact["changed"]]
     return {one["name"]: one["how"] for one in listed if one["name"] in differing}
 
 
@@ -175,7 +175,7 @@ def _lost(run: Run, windows: list[Window]) -> Iterator[Finding]:
     """In every observed step, no wrapper's forward prepared a backward, and no collective was of
     gradients or parameters.
     """
-    facts = [fact for window in windows for _, fact in window]
+    facts = [fact for window in windows for fact in window.facts]
     backwards = [backward for fact in facts for backward in fact["backwards"]]
     if any(any(backward["prepared"].values()) for backward in backwards):
         return
@@ -239,7 +239,7 @@ def _of_parameters(window: Window) -> list[CollectiveFact]:
     """The all-reduces of parameters. All in one tensor look like all gradients in one."""
     return [
         call
-        for _, fact in window
+        for fact in window.facts
         for call in fact["collectives"]
         if call["op"] == "all_reduce"
         if call.get("what") == "parameter"
@@ -286,7 +286,7 @@ def other_than_average(run: Run, steps: list[Step]) -> Iterator[Finding]:
     for step in steps:
         if step.combination.kind != "unknown" or step.combination.residual <= FITS:
             continue
-        for _, fact in step.window:
+        for fact in step.window.facts:
             calls = [call for call in fact["collectives"] if _is_gradient(call)]
             moments = {str(call["backwards"]) for call in calls}
             often = Counter(call.get("name", "") for call in calls).most_common(1)
@@ -356,9 +356,9 @@ def _moves(run: Run, windows: list[Window], last: list[Window]) -> bool:
 
 def _without_gradient(window: Window) -> bool:
     """Whether no rank's optimizer has a gradient, though it could have some."""
-    snapshots = [fact["snapshot"] for _, fact in window]
+    snapshots = [fact["snapshot"] for fact in window.facts]
     return (
         not window.skipped
         and not any(snapshot["hashes"] for snapshot in snapshots)
-        and any(fact["outside"] or fact["snapshot"]["missing"] for _, fact in window)
+        and any(fact["outside"] or fact["snapshot"]["missing"] for fact in window.facts)
     )

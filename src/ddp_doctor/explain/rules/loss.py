@@ -112,7 +112,7 @@ def _divided_by(step: Step, sums: Sums) -> list[float]:
     """The number by which each rank visibly divides, if these differ: a count may include more than
     the loss does, such as the label that a shift drops.
     """
-    values = [{o["value"] for o in _divisors(f["scaling"]).values()} for _, f in step.window]
+    values = [{o["value"] for o in _divisors(f["scaling"]).values()} for f in step.window.facts]
     found = [of.pop() for of in values if len(of) == 1]
     return found if len(found) == len(sums) and not alike(found, 0.003) else []
 
@@ -215,14 +215,14 @@ def _of_the_loss(step: Step, term: Term, world: int, total: float | None) -> Ite
     n, once = step.window.n, Prediction(f"1/{world} = 1/W", 1 / world)
     exchange = any(
         call["through_autograd"] and len(call.get("shape", ())) > 1
-        for _, fact in step.window
+        for fact in step.window.facts
         for call in fact["collectives"]
     )
     for op, wrong, how in (("/", 1 / world, "divided"), ("*", float(world), "multiplied")):
         factor = _worldly(term, op, world)
         if factor is None or total is None or not near(total, wrong):
             continue
-        if op == "/" or not any(gathers_of(fact) for _, fact in step.window):
+        if op == "/" or not any(gathers_of(fact) for fact in step.window.facts):
             yield finding(
                 "scaled_by_world_size",
                 f"Step {n}: the loss is {how} by {world} ({factor['text']}), and the gradients are "
@@ -278,7 +278,7 @@ def _count_of_all(step: Step, term: Term, world: int) -> tuple[ScalingFact, str]
         or not (weights and alike(weights))
     ):
         return None
-    by_rank = [_divisors(fact["scaling"]) for _, fact in step.window]
+    by_rank = [_divisors(fact["scaling"]) for fact in step.window.facts]
     for place, first in by_rank[0].items():
         if any(place not in one or one[place]["value"] != first["value"] for one in by_rank):
             continue
@@ -331,7 +331,7 @@ def own_reduction(step: Step) -> str:
     """Where the script combines gradients itself, or something like them."""
     calls = [
         (call.get("what") in ("gradient", "flat"), call["place"])
-        for _, fact in step.window
+        for fact in step.window.facts
         for call in fact["collectives"]
         if call["op"] in ("all_reduce", "reduce") and call.get("numel", 0) > 1
     ]
@@ -390,7 +390,7 @@ def _of_k(code: str, step: Step, term: Term, total: float, fix: str) -> Finding:
 
 def _other_data(step: Step, term: Term) -> bool:
     """Whether the backward passes are over different data: not several losses of one batch."""
-    for _, fact in step.window:
+    for fact in step.window.facts:
         inputs = [str(tensors) for tensors in fact["inputs"]]
         if inputs and (len(inputs) < term.micros or len(set(inputs)) < term.micros):
             return False
@@ -399,7 +399,7 @@ def _other_data(step: Step, term: Term) -> bool:
 
 def reduced_before_backward(step: Step, what: str) -> CollectiveFact | None:
     """A plain all-reduce of a loss or an activation that a later backward needs."""
-    for _, fact in step.window:
+    for fact in step.window.facts:
         for call in fact["collectives"]:
             carries = call.get("what") == what and call.get("grad") and not call["through_autograd"]
             early = so_far(call, step.window) < step.window.backwards

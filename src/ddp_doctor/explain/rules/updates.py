@@ -205,11 +205,11 @@ def rank_skipped_step(run: Run, steps: list[Step]) -> Iterator[Finding]:
         return
     common = set.intersection(*map(set, totals))
     counts = [sum(total[index] for index in common) for total in totals]
-    skipped = [w for w in run.windows if w.complete and len({f["skipped"] for _, f in w}) > 1]
+    skipped = [w for w in run.windows if w.complete and len({f["skipped"] for f in w.facts}) > 1]
     sends = any(
         call["op"] == "broadcast" and call.get("what") == "parameter"
         for window in run.windows
-        for _, fact in window
+        for fact in window.facts
         for call in fact["collectives"]
     )
     if sends or not (skipped or len(set(counts)) > 1):

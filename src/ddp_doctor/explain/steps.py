@@ -33,6 +33,7 @@ class Entry:
     micro: int
     count: float
     share: float
+    rows: int
     fact: TermFact
 
 
@@ -89,12 +90,17 @@ class Term:
         """Whether each rank and micro-batch has one such term."""
         return set(Counter((e.rank, e.micro) for e in self.entries).values()) == {1}
 
-    def by(self, key: Callable[[Entry], Any]) -> dict[Any, tuple[float, float]]:
-        """(items, share) of the entries with the same key: a rank, a micro-batch, or both."""
-        sums: dict[Any, tuple[float, float]] = {}
-        for entry in self.entries:
-            count, share = sums.get(key(entry), (0.0, 0.0))
-            sums[key(entry)] = (count + entry.count, share + entry.share)
+    def by(self, key: Callable[[Entry], Any]) -> dict[Any, Entry]:
+        """The entries with the same key added up: of a rank, a micro-batch, or both."""
+        sums: dict[Any, Entry] = {}
+        for one in self.entries:
+            known = sums.get(key(one), replace(one, count=0.0, share=0.0, rows=0))
+            sums[key(one)] = replace(
+                known,
+                count=known.count + one.count,
+                share=known.share + one.share,
+                rows=known.rows + one.rows,
+            )
         return dict(sorted(sums.items()))
 
 
@@ -151,7 +157,8 @@ def _entries(window: Window) -> dict[tuple[str, str], list[Entry]]:
         for micro, backward in enumerate(fact["backwards"]):
             scale = backward.get("scale") or 1.0
             for term in backward.get("terms", ()):
-                entry = Entry(rank, micro, term["count"], _share(term) / scale, term)
+                share = _share(term) / scale
+                entry = Entry(rank, micro, term["count"], share, term["rows"], term)
                 terms.setdefault((term["function"], term["place"]), []).append(entry)
     penalties = [key for key, of in terms.items() if any(e.fact.get("over_parameters") for e in of)]
     return {key: entries for key, entries in terms.items() if key not in penalties}

@@ -6,7 +6,7 @@ numbers that the script multiplies or divides by. What the loss is meant to be i
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ddp_doctor.explain.findings import MICRO_BATCHES, Finding, Prediction, finding, rule
@@ -23,7 +23,6 @@ WORLD = re.compile(
 )
 FEW = 0.3  # of the observed steps
 WITHIN_A_RANK = Prediction("other weights", outside="how a rank's own micro-batches are weighed")
-Sums = list[tuple[float, float]]  # items and share, of each rank or micro-batch
 
 
 @rule("unequal_denominators", "unequal_denominators_accumulation")
@@ -39,22 +38,22 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
         ("unequal_denominators_accumulation", "micro-batches"),
     ):
         found = [
-            (max(weights) / min(weights), step, term, sums, divisors)
+            (max(weights) / min(weights), step, term, parts, divisors)
             for step in steps
             for term in step.terms
             if term.is_loss or term is step.main
-            for sums in (_groups(step, term, what) if run.weighed or what != "ranks" else ())
-            for divisors in [_divided_by(step, sums) if what == "ranks" else []]
-            for weights in [_own_weights(term, sums, divisors)]
+            for parts in (_groups(step, term, what) if run.weighed or what != "ranks" else ())
+            for divisors in [_divided_by(step, parts) if what == "ranks" else []]
+            for weights in [_own_weights(term, parts, divisors)]
             if max(weights) / min(weights) > 1.003
         ]
         if not found:
             continue
         worst = max(found, key=lambda case: case[0])
         firsts = [case for case in found if _is_first(case[1], steps)]
-        ratio, step, term, sums, divisors = firsts[0] if firsts else worst
+        ratio, step, term, parts, divisors = firsts[0] if firsts else worst
         seen = len({case[1].window.n for case in found})
-        counts = ", ".join(number(count) for count, _ in sums[:8])
+        counts = ", ".join(number(one.count) for one in parts[:8])
         how = "and each has the same weight"
         if divisors:
             how = f"and each is divided by a number of its own, {', '.join(map(number, divisors))}"
@@ -66,7 +65,7 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
             term.place,
             _global_count(step, term),
             "note" if worst[0] < 1.02 or (len(steps) >= 3 and seen / len(steps) < FEW) else None,
-            _at(step, steps, _shares(sums)) if what == "ranks" else WITHIN_A_RANK,
+            _at(step, steps, _shares(parts)) if what == "ranks" else WITHIN_A_RANK,
         )
 
 
@@ -81,46 +80,46 @@ def _at(step: Step, steps: list[Step], predicts: Prediction) -> Prediction:
     return predicts if _is_first(step, steps) else replace(predicts, outside="later steps")
 
 
-def _groups(step: Step, term: Term, what: str) -> Iterator[Sums]:
-    """The sums to compare: one per rank, or one per micro-batch of a rank."""
+def _groups(step: Step, term: Term, what: str) -> Iterator[list[Entry]]:
+    """The parts to compare: one per rank, or one per micro-batch of a rank."""
     if what == "ranks":
         if step.combination.kind in ("averaged", "summed", "scaled"):
             yield list(term.by(lambda entry: entry.rank).values())
     elif term.micros > 1 and not term.several:
         of_all = term.by(lambda entry: (entry.rank, entry.micro))
         for rank, _ in step.window:
-            yield [sums for (of, _), sums in of_all.items() if of == rank]
+            yield [parts for (of, _), parts in of_all.items() if of == rank]
 
 
-def _own_weights(term: Term, sums: Sums, divisors: list[float]) -> list[float]:
+def _own_weights(term: Term, parts: list[Entry], divisors: list[float]) -> list[float]:
     """Each part's weight of an item, if each is divided by a number of its own; else equal ones.
 
     Such a number is the count of items, so that all parts have one share; or one of `divisors`.
     """
-    counts, shares = [count for count, _ in sums], [share for _, share in sums]
-    if len(sums) < 2 or min(counts) <= 0 or min(shares) <= 0:
+    counts = [one.count for one in parts]
+    if len(parts) < 2 or min(counts) <= 0 or min(one.share for one in parts) <= 0:
         return [1.0]
     if any(uneven(entry.fact) for entry in term.entries):
         return [1.0]  # items of one call weigh differently by design: another unit than the item
-    weights = [share / count for count, share in sums]
+    weights = [one.share / one.count for one in parts]
     by = divisors or counts
     explained = alike([weight * own for weight, own in zip(weights, by, strict=True)], 0.002)
     return weights if explained else [1.0]
 
 
-def _divided_by(step: Step, sums: Sums) -> list[float]:
+def _divided_by(step: Step, parts: list[Entry]) -> list[float]:
     """The number by which each rank visibly divides, if these differ: a count may include more than
     the loss does, such as the label that a shift drops.
     """
     values = [{o["value"] for o in _divisors(f["scaling"]).values()} for f in step.window.facts]
     found = [of.pop() for of in values if len(of) == 1]
-    return found if len(found) == len(sums) and not alike(found, 0.003) else []
+    return found if len(found) == len(parts) and not alike(found, 0.003) else []
 
 
-def _shares(sums: Sums) -> Prediction:
+def _shares(parts: list[Entry]) -> Prediction:
     """One process divides by all items: a rank's share is that of its items."""
-    items = sum(count for count, _ in sums)
-    shares = tuple(count / items for count, _ in sums)
+    items = sum(one.count for one in parts)
+    shares = tuple(one.count / items for one in parts)
     said = ", ".join(f"{share:.3f}" for share in shares[:8])
     return Prediction(f"the ranks' gradients weighed by {said}", shares=shares)
 
@@ -286,25 +285,16 @@ def _count_of_all(step: Step, term: Term, world: int) -> tuple[ScalingFact, str]
         if not (near(left, 1.0) or near(left, 1 / term.micros)):
             continue  # more has come between, such as an all-reduce that carries gradient
         for unit in ("items", "rows"):
-            ranks = _counted(term, lambda entry: entry.rank, unit)
-            micros = _counted(term, lambda entry: entry.micro, unit)
-            exact = unit == "items" and any(
-                near(first["value"], count) for count in (sum(ranks), *micros)
+            ranks, micros = (
+                [one.count if unit == "items" else one.rows for one in term.by(key).values()]
+                for key in (lambda entry: entry.rank, lambda entry: entry.micro)
             )
+            exact = any(near(first["value"], count) for count in (sum(ranks), *micros))
             other_counts = len(ranks) == world and min(ranks) > 0 and not alike(ranks, 0.003)
             off = abs(math.log(first["value"] / max(micros))) if other_counts else math.inf
-            if exact or off < 0.5 * math.log(world):
+            if (exact and unit == "items") or off < 0.5 * math.log(world):
                 return first, f"{', '.join(map(number, ranks[:8]))} {unit}"
     return None
-
-
-def _counted(term: Term, key: Callable[[Entry], int], unit: str) -> list[float]:
-    """The items, or rows, of each rank or micro-batch."""
-    sums: dict[int, float] = {}
-    for entry in term.entries:
-        count = entry.count if unit == "items" else entry.fact["rows"]
-        sums[key(entry)] = sums.get(key(entry), 0.0) + count
-    return [count for _, count in sorted(sums.items())]
 
 
 def _divisors(scaling: list[ScalingFact]) -> dict[tuple[str, str], ScalingFact]:

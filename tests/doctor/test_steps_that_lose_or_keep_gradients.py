@@ -3,6 +3,7 @@
 from typing import Any
 
 from doctor.journals import OWN, SAME, fact, findings, run_of, run_with_steps, window
+from doctor.test_intended import scaled_by
 
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import ClipFact, CollectiveFact, DroppedFact
@@ -87,16 +88,18 @@ def test_an_optimizer_that_never_steps_hides_no_early_clip_and_no_early_all_redu
     assert "loss_reduced_before_backward" not in findings(late)
 
 
-def test_means_of_more_than_two_micro_batches_that_are_divided_twice_are_named() -> None:
+def test_means_of_micro_batches_that_are_divided_twice_are_named() -> None:
     """accelerator.backward(loss / 4): Accelerate divides by the accumulation steps, too."""
 
-    def found(k: int, terms: int = 1) -> set[str]:
-        windows = [window([4] * k, [1 / k**2] * k, SAME, mine) for mine in OWN]
+    def found(k: int, *operands: str, terms: int = 1) -> set[str]:
+        by = [scaled_by("/", float(k), each) for each in operands]
+        windows = [window([4] * k, [1 / k**2] * k, SAME, mine, scaling=by) for mine in OWN]
         for backward in (b for one in windows for b in one["backwards"] if terms > 1):
             term = backward["terms"][0]
             backward["terms"].append({**term, "function": "l1_loss", "factor": term["factor"] / 2})
         return set(findings(run_of(windows)))
 
     assert found(4) == {"loss_divided_twice"}
-    assert found(2) == set()  # half of a square
+    assert found(2, "steps", "accumulation") == {"loss_divided_twice"}
+    assert found(2, "2", "accumulation") == set()  # half of a square
     assert found(4, terms=2) == set()  # the mean of four losses

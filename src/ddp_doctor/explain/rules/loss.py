@@ -349,7 +349,7 @@ def micro_batches(run: Run, steps: list[Step]) -> Iterator[Finding]:
             elif not short and k > 1 and near(total, k) and _other_data(step, term):
                 fix = f"loss = loss / {k} before backward (the number of accumulation steps)."
                 yield _of_k("loss_not_divided_by_accumulation", step, term, total, fix)
-            elif not short and k > 2 and near(total, 1 / k) and len(step.terms) == 1:
+            elif not short and k > 1 and near(total, 1 / k) and _divided_twice(step, term):
                 fix = f"Remove one of the two divisions by {k}."
                 yield _of_k("loss_divided_twice", step, term, total, fix)
 
@@ -376,6 +376,18 @@ def _of_k(code: str, step: Step, term: Term, total: float, fix: str) -> Finding:
         fix,
         predicts=Prediction(f"{number(total)} times the mean", total, outside=MICRO_BATCHES),
     )
+
+
+def _divided_twice(step: Step, term: Term) -> bool:
+    """Whether 1/K² is no coefficient of the loss: for K = 2 both divisions have to be visible."""
+    visible = [
+        one
+        for one in term.scaling
+        if (one["op"] == "/" and near(one["value"], 2))
+        or (one["op"] == "*" and near(one["value"], 0.5))
+        if not is_literal(one)
+    ]
+    return len(step.terms) == 1 if term.micros > 2 else len(visible) > 1
 
 
 def _other_data(step: Step, term: Term) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from doctor.journals import fact, findings, kinds, run_with_steps, step, window
+from doctor.journals import fact, findings, kinds, lines, run_with_steps, step, window
 
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import CollectiveFact, ReplicaFact, StartFact
@@ -39,6 +39,7 @@ def test_ranks_that_split_layers_may_read_one_batch_and_what_all_hold_is_measure
     assert findings(run) == {}
     assert run.copies == {"norm": [[0, 1, 2, 3]], "up": [[0, 2], [1, 3]]}
     assert kinds(run) == ["averaged"] * 4
+    assert "those that only some ranks hold were not compared" in lines(run)["gradients"]
 
 
 def test_copies_of_one_shard_that_diverge_are_found() -> None:

@@ -65,6 +65,8 @@ def _gradients(run: Run, steps: list[Step]) -> Line:
     own = sorted({name for s in steps for name in s.window.differing_gradients})
     if own and kind not in ("not combined", "in parts"):
         text += f"; of {len(own)} others, first {own[0]}, each rank has its own"
+    if run.split and kind != "in parts":
+        text += "; those that only some ranks hold were not compared"
     factors = [rescaled(s.window.facts) for s in steps if s.combination.kind == kind]
     if kind in ("averaged", "summed") and not alike(factors, 1e-3):
         text += "; then scaled by another factor in each step, as a clip does"

@@ -115,7 +115,8 @@ class _Calls:
         room = len(recorder.window["collectives"]) < MAX_PER_WINDOW
         reduces = name in REDUCTIONS and recorder.expects_own_reduction()
         what: What = self.what(tensor) if tensor is not None and (room or reduces) else {}
-        if recorder.in_step and name in REDUCTIONS and tensor is not None and tensor.numel() > 1:
+        of_gradients = what.get("what") in ("gradient", "flat", "like a gradient")
+        if recorder.in_step and name in REDUCTIONS and (of_gradients or "scatter" in name):
             recorder.combined_in_step(at)
         if reduces and what.get("what") in ("gradient", "flat"):
             recorder.before_own_reduction(what.get("optimizer"), what.get("name", ""))

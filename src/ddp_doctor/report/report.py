@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_doctor.explain.answers import with_answers
-from ddp_doctor.explain.findings import HANGS, ORDER, Finding, Prediction
+from ddp_doctor.explain.findings import HANGS, ORDER, Finding, Prediction, to_read
 from ddp_doctor.explain.observed import DIVISION, Observed, observed
 from ddp_doctor.explain.rules import examine
 from ddp_doctor.explain.steps import steps_of
@@ -156,7 +156,7 @@ def _block(finding: Finding, width: int) -> list[str]:
     if finding.where:
         out += part("where", finding.where)
     out += part("fix", finding.fix)
-    return [*out, *part("read", finding.page)]
+    return [*out, *part("read", to_read(finding.page))]
 
 
 def _predicted(predicts: Prediction) -> str:

@@ -74,6 +74,7 @@ def _describe(page: BeautifulSoup, head: Tag, article: Tag) -> None:
     for viewport in head.find_all("meta", {"name": "viewport"})[1:]:
         viewport.decompose()
     title = article.h1.get_text().removesuffix("#").strip() if article.h1 else ""
+    title = re.sub(r"^\d+\. ", "", title)
     if not re.search(r"PyTorch|DDP", title):  # what people search for
         title = f"PyTorch DDP: {title}"
     if head.title:
@@ -89,12 +90,13 @@ def _describe(page: BeautifulSoup, head: Tag, article: Tag) -> None:
 
 
 def _summary(article: Tag) -> str:
-    """The first sentences of the page, where they end within 200 characters; no formulas."""
+    """The first sentences of the page, up to 200 characters, without formulas and citations."""
     texts = [
         tag.get_text() for tag in article.select("p") if not tag.find_parent(class_="admonition")
     ]
     said = " ".join(" ".join(text for text in texts if "\\(" not in text).split())
-    sentences = [end.end() for end in re.finditer(r"[.?!:](?= |$)", said[:200])]
+    said = re.sub(r" \[[^]]*(?:\d{4}\w?|n\.d\.)\]", "", said)  # citations
+    sentences = [end.end() for end in re.finditer(r"[.?!](?= |$)", said[:200])]
     return said[: sentences[-1]] if sentences else textwrap.shorten(said, 200, placeholder=" …")
 
 

@@ -41,7 +41,8 @@ def test_a_figure_is_a_link_to_its_file_and_scrolls_on_a_phone_if_it_is_wide():
 PAGE = """<html><head><title>Less often — How gradients are combined</title>
 <meta name="viewport" content="width=device-width, initial-scale=1.0"/>
 <meta name="viewport" content="width=device-width, initial-scale=1"/>
-</head><body><article><h1>Less often<a href="#x">#</a></h1><p>Two sites train one model.</p>
+</head><body><article><h1>16. Less often<a href="#x">#</a></h1>
+<p>Two sites train one model [PyTorch Forums, n.d.].</p>
 ANSWER</article></body></html>"""
 ANSWER = """<div class="admonition"><p class="admonition-title">The short answer</p>
 <ul><li><p>Yes: average the <em>weights</em>.</p></li><li><p>Start small.</p></li></ul></div>"""

@@ -1,10 +1,9 @@
-"""For choosing_buckets.ipynb: figures and tables of steps that are simulated, recorded
-here, or stored in labs/benchmarks/results.
+"""For choosing_buckets.ipynb: figures and tables of steps that are simulated, or stored
+in labs/benchmarks/results.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,13 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book import figures, table
 from labkit.launch import project_root, run_ranks
-from labkit.profiling import Link, Recorder, backward_of, draw_together, sweeps
+from labkit.profiling import Link, Recorder, draw_together, sweeps
 from labkit.profiling.cost_model import Backward, SimulatedStep
-from labkit.profiling.recorded_ways import record_ways
 from labkit.profiling.recording import Collective, Gradient, RankRecording, Recording
 from labkit.scenarios.toy_steps import loss_of, stack_of_linears
-from miniddp.buckets import MIB, ParameterSize, arrival_plan
-from miniddp.ladder import BucketedOverlapped, Flat
+from miniddp.buckets import MIB
 
 Plan = list[list[int]]
 Times = Mapping[tuple[int, int], Mapping[float, float]]
@@ -159,22 +156,3 @@ def _first_steps(
         sizes = [one.bytes for one in recorder.recorded.buckets() if one.bytes >= 100]
         found.append((sizes, recorder.recorded.overlaps()))
     return found
-
-
-def recorded_and_simulated(model: nn.Module, batch: Tensor) -> Figure:
-    """Steps of two ranks on this machine, over a link of 2 Gbit/s and 0.5 ms."""
-    caps = (0, 2, 32)
-    ways = {cap: partial(BucketedOverlapped, bucket_cap_mb=cap) for cap in caps}
-    recorded = record_ways({"flat": Flat, **ways}, model, batch, 2, latency_us=500)
-    seen, link = backward_of(recorded["flat"].step), Link.of(2, latency_us=500)
-    kinds = [ParameterSize(nbytes, "float32") for nbytes in seen.bytes]
-    plans = [arrival_plan(kinds, range(len(kinds)), [cap * MIB]) for cap in caps]
-    line = [1e3 * sweeps.simulate_ring(seen, plan, link, 2).end for plan in plans]
-    dots = [recorded[cap].ms for cap in caps]
-    figure, axes = plt.subplots(figsize=(6.4, 3))
-    axes.plot(line, color=figures.TRUTH, label="simulated")
-    axes.plot(dots, "o", color=figures.RANKS[0], label="measured here")
-    axes.set_xticks(range(len(caps)), ["each alone", *map(str, caps[1:])])
-    axes.set(xlabel="bucket size, MiB", ylabel="ms per step", ylim=(0, None))
-    axes.legend(loc="lower right")
-    return figure

@@ -76,6 +76,8 @@ def test_a_long_start_says_what_it_waits_for(
         ("ValueError: no", "ValueError: no at train.py:3"),
         ("_pickle.UnpicklingError: no", "_pickle.UnpicklingError: no at train.py:3"),
         ("[rank1]: KeyError: 'x'", "KeyError: 'x' at train.py:3"),
+        ("KeyError: 'x'\nlauncher.errors.ChildFailedError: ", "KeyError: 'x' at train.py:3"),
+        ("KeyError: 'x'\nRuntimeError: Connection closed by peer", "KeyError: 'x' at train.py:3"),
         ("The doctor failed: TypeError: x", "The doctor failed: TypeError: x at train.py:3"),
     ],
 )

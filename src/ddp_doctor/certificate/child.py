@@ -141,14 +141,14 @@ def _keep_groups() -> None:
 
     if not dist.is_available():
         return
+    from ddp_doctor.certificate.calls import noted
+
     kept: list[Any] = []
-    destroy = dist.destroy_process_group
 
-    def destroy_but_keep(group: Any = None) -> None:
+    def keep(group: Any = None) -> None:
         kept.append(group or dist.group.WORLD)
-        destroy(group)
 
-    dist.destroy_process_group = destroy_but_keep
+    noted(dist, "destroy_process_group", before=keep)
 
 
 def main() -> None:

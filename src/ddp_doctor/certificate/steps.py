@@ -10,6 +10,7 @@ gradient and some elements of each weight.
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -41,7 +42,7 @@ from ddp_doctor.certificate.plan import (
     Part,
 )
 from ddp_doctor.certificate.premises import Premises
-from ddp_doctor.certificate.record import Step, sampled, sums_of, waves_of, whole
+from ddp_doctor.certificate.record import Noted, Step, sampled, sums_of, waves_of, whole
 from ddp_doctor.certificate.samples import FORWARD, Handed, Recorded, line_of
 from ddp_doctor.certificate.state import State, filled, load
 from ddp_doctor.facts.containers import transforming
@@ -62,17 +63,9 @@ class Steps:
         self.turn = 0  # steps of all optimizers
         self.optimizers: list[Optimizer] = []
         self.ends: list[Callable[[], None]] = [self.premises.clear]  # at the end of each step
-        self.backwards = 0
-        self.cleared = False  # whether the script has called zero_grad
+        self.noted = Noted()
         self.combines = False  # whether an optimizer's step calls a collective
         self._updates = False
-        self.half = False  # whether half precision takes part
-        self.filled = False  # whether a weight was zero
-        # Lines, or sentences, for the verdict; `record.Step` says which.
-        self.unjoined: list[str] = []
-        self.delivered: list[str] = []
-        self.doubts: list[str] = []
-        self.scales: dict[tuple[str, int], float] = {}
         # Whether an optimizer's step does not use the places of its first one.
         self.unlike: Callable[[int], bool] = lambda optimizer: False
         self._taken: dict[int, int] = {}  # id of an optimizer: its steps
@@ -95,7 +88,7 @@ class Steps:
     @property
     def plan(self) -> tuple[str, ...]:
         """What each step is; see the module of this name."""
-        ahead = self.handed.of[0].ahead if self.handed else self.recorded.ahead
+        ahead = self.handed.records[0].ahead if self.handed else self.recorded.ahead
         usual = PLAN_USUAL if self.fixed.clips or self.fixed.batch_norm else PLAN
         plan = PLAN_AHEAD if ahead else usual
         return (*plan[:-1], TWICE, *plan[-1:]) if self.part.one else plan
@@ -111,7 +104,7 @@ class Steps:
     @property
     def only_evaluates(self) -> bool:
         """Whether what happens now is no part of a training step, as far as is known."""
-        trains_only = self.handed is not None and self.handed.of[0].trains_only
+        trains_only = self.handed is not None and self.handed.records[0].trains_only
         return trains_only and self.calls.evaluates
 
     # Before an optimizer steps.
@@ -133,7 +126,7 @@ class Steps:
     def _start_alike(self) -> None:
         """One process starts with rank 0's weights."""
         parameters = self._parameters()
-        self.filled = sum(filled(parameter, key) for parameter, key in parameters) > 0
+        self.noted.filled = sum(filled(parameter, key) for parameter, key in parameters) > 0
         path = self.part.of_ranks(WEIGHTS)
         if not self.part.one:
             weights = {key: whole(parameter) for parameter, key in parameters}
@@ -248,7 +241,6 @@ class Steps:
             optimizer=at,
             kind=f"{LATER} {of_join}" if kind == LATER else kind,
             turn=self.turn,
-            backwards=self.backwards,
             names={key: name for key, name, p in listed if p.requires_grad},
             weights={k: sampled(p) for k, _, p in listed if not hasattr(p, "full_tensor")},
             sums={key: sums_of(gradient) for key, gradient in gradients.items()},
@@ -266,25 +258,16 @@ class Steps:
 
     def _so_far(self) -> dict[str, Any]:
         """What is known of this step besides its optimizer."""
-        handed = self.handed
-        mixed = [place for place, _ in handed.mixed] if handed and not handed.marked else []
-        return {
-            "cleared": self.cleared,
-            "clips": self.fixed.clips,
-            "norms": self.fixed.norms[:],
-            "batch_norm": self.fixed.batch_norm,
-            "replaced": list(self.fixed.replaced),
-            "untrained": dict(self.state.untrained),
-            "half": self.half,
-            "filled": self.filled,
-            "marked": handed is not None and (handed.marked or handed.loaded),
-            "unjoined": sorted(set(self.unjoined)),
-            "numbers": sorted({line_of(place) for place in mixed if place[-1] == FORWARD}),
-            "delivered": self.delivered[:],
-            "doubts": self.doubts[:],
-            "scales": [(line, at, divisor) for (line, at), divisor in self.scales.items()],
-            "foreign": [name for record in handed.of for name in record.foreign] if handed else [],
-        }
+        noted, fixed, handed = self.noted, self.fixed, self.handed
+        noted.clips, noted.norms, noted.batch_norm = fixed.clips, fixed.norms, fixed.batch_norm
+        noted.replaced, noted.untrained = fixed.replaced, self.state.untrained
+        noted.unjoined = sorted(set(noted.unjoined))
+        if handed is not None:
+            noted.marked = handed.marked or handed.loaded
+            noted.foreign = [name for record in handed.records for name in record.foreign]
+            mixed = {place for place, _ in handed.mixed if place[-1] == FORWARD}
+            noted.numbers = [] if handed.marked else sorted(map(line_of, mixed))
+        return vars(noted)
 
     def _kind_of(self, optimizer: int) -> str:
         """What the step of an optimizer is; it takes one of each kind."""
@@ -341,11 +324,8 @@ class Steps:
 
     def _end_of_step(self) -> None:
         self.count += 1
-        self.backwards = 0
+        self.noted = replace(self.noted, backwards=0, delivered=[], doubts=[], scales={})
         self.fixed.norms.clear()
-        self.delivered.clear()
-        self.doubts.clear()
-        self.scales.clear()
         self.state.untrained.clear()
         for end in self.ends:
             end()

@@ -92,9 +92,9 @@ class Calls:
         self.may_join = True
 
     def _left(self, *args: Any) -> None:
-        """A rank that is out of inputs stayed in there, and then got the others' model."""
+        """A rank that was out of inputs stayed in there, and then got the others' model."""
         self.joins += 1
-        self.steps.begin_again()
+        self.steps.before_join = dict(self.steps.taken)
 
     def _combines(self, *args: Any, **kwargs: Any) -> None:
         """An optimizer that calls a collective combines the ranks itself."""

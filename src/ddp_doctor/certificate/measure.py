@@ -27,10 +27,6 @@ class Row:
     dot: float
     gap: float
 
-    @property
-    def ratio_and_cosine(self) -> tuple[float, float]:
-        return _ratio_and_cosine(self.got, self.wanted, self.dot)
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -116,7 +112,7 @@ def judged(rows: list[Row], tolerance: float = TOLERANCE) -> Comparison:
     ratio, cosine = _ratio_and_cosine(got, wanted, sum(row.dot for row in rows))
     error = _norm(row.gap for row in rows) / (wanted or 1.0)
     large = [row for row in rows if max(row.got, row.wanted) > SMALL * max(got, wanted)]
-    each = [Worst(row.name, *row.ratio_and_cosine) for row in large]
+    each = [Worst(row.name, *_ratio_and_cosine(row.got, row.wanted, row.dot)) for row in large]
     worst = max(each, key=lambda w: abs(w.ratio - 1) + abs(w.cosine - 1), default=None)
     kind: Kind = "different"
     if error <= tolerance and all(row.gap <= 10 * tolerance * (row.wanted or 1.0) for row in large):

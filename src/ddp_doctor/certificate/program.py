@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_doctor.certificate.guard import FOLDER, guard, guarded_folder
-from ddp_doctor.certificate.plan import AT_MOST, NEEDS_RANKS, TURNS, WATCHED, WORLD, Part
+from ddp_doctor.certificate.plan import AT_MOST, NEEDS_RANKS, TURNS, WORLD, Part
 from ddp_doctor.certificate.starts import LAUNCHED, OwnRanksError, Start, all_launched
 from ddp_doctor.options import FOUND, LEVELS, UNCHECKED, say
 from ddp_doctor.run.folders import own_folder
@@ -51,8 +51,6 @@ def measure(
     command: Sequence[str], folder: Path, ranks: int | None, cpu: bool
 ) -> "Certificate | None":
     """Start the script as often as needed; None on a rank that is not the first."""
-    from ddp_doctor.certificate.verdict import judge
-
     alone = dict.fromkeys(LAUNCHED, "")
     rank = os.environ.get("RANK")
     part = Part(str(folder), "ranks", cpu)
@@ -73,6 +71,8 @@ def measure(
     if part.path(WORLD).exists() and part.path(WORLD).read_text() != "1":
         environment = all_launched(1)[0] if by_launcher else alone
         one, failed_one = _measure_one(one, command, environment)
+    from ddp_doctor.certificate.verdict import judge  # with torch, which a fork must not find
+
     return judge(part, one, failed, failed_one)
 
 
@@ -80,9 +80,9 @@ def _measure_one(
     part: Part, command: Sequence[str], environment: dict[str, str]
 ) -> tuple[Part, str]:
     """Start the script as one process, and again where it needs another start; how it failed."""
+    failed = Start(part, command, [environment]).wait()
     from ddp_doctor.certificate.verdict import has_nothing_of, makes_all_passes
 
-    failed = Start(part, command, [environment]).wait()
     for _ in range(2):
         if not part.spread and makes_all_passes(part):
             again = replace(part, spread=True)
@@ -113,7 +113,7 @@ def report_with_rules(
     from ddp_doctor.report.report import make_report
 
     world = certificate.world or ranks or 2
-    part = Part(str(folder), "observed", cpu, observed=WATCHED, world=world)
+    part = Part(str(folder), "observed", cpu, world=world)
     part.journals.mkdir(parents=True)
     needs_ranks = Part(str(folder), "ranks").path(NEEDS_RANKS).exists()
     if "RANK" in os.environ or ranks is not None or needs_ranks:

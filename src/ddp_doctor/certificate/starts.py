@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from ddp_doctor.certificate import forks
 from ddp_doctor.certificate.guard import ENDED, VARIABLE, end_session, guard, temporary
@@ -40,15 +39,7 @@ class OwnRanksError(ValueError):
     """The script starts its own ranks, and was started as ranks."""
 
 
-class Child(Protocol):
-    """What a start asks of its processes."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int | None: ...
+Child = subprocess.Popen[bytes] | forks.Fork
 
 
 class Start:
@@ -145,6 +136,7 @@ class Start:
 
     def _waiting(self, late: Sequence[int]) -> str:
         """Where processes are that have not ended: each writes its frames at this signal."""
+        late = [at for at in late if self.part.asked(self.processes[at].pid).exists()]
         for at in late:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[at].pid, signal.SIGUSR1)

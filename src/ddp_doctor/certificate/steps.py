@@ -68,8 +68,8 @@ class Steps:
         self._updates = False
         # Whether an optimizer's step does not use the places of its first one.
         self.unlike: Callable[[int], bool] = lambda optimizer: False
-        self._taken: dict[int, int] = {}  # id of an optimizer: its steps
-        self._before_join: dict[int, int] = {}  # the same, when the last Join ended
+        self.taken: dict[int, int] = {}  # id of an optimizer: its steps
+        self.before_join: dict[int, int] = {}  # the same, when the last Join ended
         self._order: list[int] = []  # the optimizers that have stepped, each time
         self._planned: set[tuple[int, str]] = set()  # the optimizers' steps of the plan
         self._stepping: FrameType | None = None  # in which an optimizer steps now
@@ -226,15 +226,15 @@ class Steps:
         return then_record
 
     def _record(self, optimizer: Optimizer) -> None:
-        taken = self._taken.setdefault(id(optimizer), 0)
+        taken = self.taken.setdefault(id(optimizer), 0)
         rank, world = rank_and_world()
-        at = list(self._taken).index(id(optimizer))
+        at = list(self.taken).index(id(optimizer))
         kind = self._kind_of(at)
         listed = self._listed(optimizer)
         gradients = {key: p.grad for key, _, p in listed if p.grad is not None}
         plain = [p for _, _, p in listed if not hasattr(p, "full_tensor")]
         self._comparable = world > 1 and len(plain) == len(listed)
-        of_join = f"{self.calls.joins}.{taken - self._before_join.get(id(optimizer), 0)}"
+        of_join = f"{self.calls.joins}.{taken - self.before_join.get(id(optimizer), 0)}"
         step = Step(
             rank=rank,
             world=world,
@@ -275,10 +275,10 @@ class Steps:
         return LATER if (optimizer, kind) in self._planned else kind
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in self._taken or self._stepping is not sys._getframe(2):
+        if id(optimizer) not in self.taken or self._stepping is not sys._getframe(2):
             return
         self._stepping, self._updates = None, False
-        at = list(self._taken).index(id(optimizer))
+        at = list(self.taken).index(id(optimizer))
         kind = self._kind_of(at)
         self._planned.add((at, kind))
         self._order.append(at)
@@ -287,14 +287,14 @@ class Steps:
         self.state.put_back()
         if self.combines:
             self.part.path(COMBINES).touch()
-        self._taken[id(optimizer)] += 1
+        self.taken[id(optimizer)] += 1
         self.turn += 1
         self._start_again_with_turns()
-        alone = self.part.turns == 1 and id(optimizer) == next(iter(self._taken))
+        alone = self.part.turns == 1 and id(optimizer) == next(iter(self.taken))
         if alone or (self.part.turns > 1 and self.turn % self.part.turns == 0):
             self._end_of_step()
         watched = self._comparable and not self.part.one
-        enough = self.turn >= WATCHED * len(self._taken)
+        enough = self.turn >= WATCHED * len(self.taken)
         if enough or (self.count == len(self.plan) and not watched):
             self._wait_for_the_others()
             self._leave()
@@ -302,7 +302,7 @@ class Steps:
     def _start_again_with_turns(self) -> None:
         """Leave if several optimizers have taken two equal rounds: only the first had a plan."""
         turns, odd = divmod(len(self._order), 2)
-        unknown = self.part.turns == 1 and not self.part.one and len(self._taken) > 1
+        unknown = self.part.turns == 1 and not self.part.one and len(self.taken) > 1
         if unknown and not odd and self._order[:turns] == self._order[turns:]:
             if rank_and_world()[0] == 0:
                 self.part.path(TURNS).write_text(str(turns))
@@ -317,10 +317,6 @@ class Steps:
     def _leave(self) -> None:
         self.part.leave(rank_and_world()[0])
         leave()
-
-    def begin_again(self) -> None:
-        """After a Join: ranks that took other numbers of steps have the same model again."""
-        self._before_join = dict(self._taken)
 
     def _end_of_step(self) -> None:
         self.count += 1

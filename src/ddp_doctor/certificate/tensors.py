@@ -299,7 +299,7 @@ class Tensors(TorchFunctionMode):
     def _delivered(self, work: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
         """A collective in which one rank says what the others get: their rows, beside their own."""
         frame = sys._getframe(2)
-        if not self._hidden() and not self.steps.part.late and is_users(_file(frame)):
+        if not self._hidden() and not self.steps.part.late and is_users(frame.f_code.co_filename):
             with self.errors.in_hook():
                 if work is not None:
                     work.wait()
@@ -565,10 +565,6 @@ def _drawn_from_outputs(name: str, inputs: list[Tensor]) -> bool:
         return False
     outputs = any(one.requires_grad and not one.is_leaf for one in inputs)
     return name in CHOSEN or (name.endswith("_like") and outputs)
-
-
-def _file(frame: Any) -> str:
-    return str(frame.f_code.co_filename)
 
 
 def _flat(args: Any) -> Iterator[Any]:

@@ -200,7 +200,8 @@ class Judgment:
         replicas = self._replicas()
         if replicas is None or not replicas.judged or replicas.verdict == "equal":
             replicas = self._untrained() or replicas
-        rows = [self._p1(), self._deal(), self._copies(), self._usual(), replicas]
+        p1, p3 = self._against_one("P1", OWN), self._against_one("P3", COPIES)
+        rows = [p1, self._deal(), p3, self._usual(), replicas]
         self.table = {row.name: row for row in rows if row is not None}
         decided = (verdict(self) for verdict in VERDICTS)
         chosen, why = next(decision for decision in decided if decision is not None)
@@ -257,12 +258,6 @@ class Judgment:
         return next(others, None)
 
     # The properties. None: it has nothing to say about this script.
-
-    def _p1(self) -> Property | None:
-        return self._against_one("P1", OWN)
-
-    def _copies(self) -> Property | None:
-        return self._against_one("P3", COPIES)
 
     def _against_one(self, name: str, kind: str) -> Property | None:
         evidence = self.evidence

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ddp_doctor.options import Options
     from ddp_doctor.report.report import Report
 
-CUT = f"The rules have seen the first {AT_MOST} steps of each optimizer, and none after them."
+CUT = f"The rules' run ends after {AT_MOST} steps per optimizer: they say nothing of later ones."
 
 
 @contextlib.contextmanager

@@ -94,9 +94,11 @@ class State:
 def _clear(parameter: Tensor) -> None:
     """Leave no gradient; one that is a view of a buffer of the script's stays there and is zero."""
     grad = parameter.grad
-    plain = type(grad) is Tensor and grad.layout == torch.strided
-    is_part = plain and grad.untyped_storage().nbytes() > grad.nbytes
-    if plain and (grad._is_view() or is_part):
+    if (
+        type(grad) is Tensor
+        and grad.layout == torch.strided
+        and (grad._is_view() or grad.untyped_storage().nbytes() > grad.nbytes)
+    ):
         grad.detach().zero_()
     else:
         parameter.grad = None

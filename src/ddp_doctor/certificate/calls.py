@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,27 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from ddp_doctor.certificate.record import Noted
+from ddp_doctor.certificate.samples import Recorded
 from ddp_doctor.facts.types import CALLS
 
-if TYPE_CHECKING:
-    from ddp_doctor.certificate.steps import Steps
-
 Note = Callable[..., None]
+
+
+class Notes(Protocol):
+    """What is told of each call: `steps.Steps` implements it."""
+
+    noted: Noted
+    recorded: Recorded
+    optimizers: list[Optimizer]
+    taken: dict[int, int]
+    before_join: dict[int, int]
+    combines: bool
+
+    @property
+    def updating(self) -> bool: ...
+
+    def note_reduced(self, numbers: Any) -> None: ...
 
 
 def noted(owner: Any, name: str, before: Note | None = None, after: Note | None = None) -> None:
@@ -39,7 +54,7 @@ def noted(owner: Any, name: str, before: Note | None = None, after: Note | None 
 class Calls:
     """Replaces functions of torch by ones that note something, and call them."""
 
-    def __init__(self, steps: "Steps") -> None:
+    def __init__(self, steps: Notes) -> None:
         self.steps = steps
         self.joins = 0  # contexts of uneven inputs that have ended
         self.may_join = False  # whether there was one

@@ -78,6 +78,10 @@ def test_a_long_start_says_what_it_waits_for(
         ("[rank1]: KeyError: 'x'", "KeyError: 'x' at train.py:3"),
         ("KeyError: 'x'\nlauncher.errors.ChildFailedError: ", "KeyError: 'x' at train.py:3"),
         ("KeyError: 'x'\nRuntimeError: Connection closed by peer", "KeyError: 'x' at train.py:3"),
+        (
+            "OSError: AF_UNIX path too long",
+            "OSError: AF_UNIX path too long at train.py:3; set TMPDIR to a shorter folder",
+        ),
         ("The doctor failed: TypeError: x", "The doctor failed: TypeError: x at train.py:3"),
     ],
 )

@@ -79,10 +79,10 @@ def guarded_folder() -> Iterator[Path]:
 
 
 def temporary(folder: Path) -> dict[str, str]:
-    """The variable for a folder's own temporary folder, unless sockets have no path in it."""
+    """The variable for a folder's own temporary folder, which goes with it."""
     path = folder / "tmp"
     path.mkdir(parents=True, exist_ok=True)
-    return {"TMPDIR": str(path)} if len(str(path)) <= SOCKETS else {}
+    return {"TMPDIR": str(path)}
 
 
 def end_session(leader: int | str) -> None:

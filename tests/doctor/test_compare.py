@@ -72,7 +72,7 @@ def test_what_cannot_be_compared_is_one_sentence(
         ("0.5 0 3", 3, "A's gradient is 2 times B's"),
         ("1 1 3", 4, "8 rows only in A"),
         ("0 0 3", 4, "the gradient is zero everywhere, so there is nothing to compare (command B)"),
-        ("nan 0 3", 4, "the gradient of bias holds NaN or infinity (command B)"),
+        ("nan 0 3", 4, "the gradient of weight holds NaN or infinity (command B)"),
         ("1 0 2", 4, "has the shape [3, 4] in A and [2, 4] in B"),
         ("1 0 3 inner", 4, "A map of names can be given: --names"),
     ],

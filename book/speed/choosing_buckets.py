@@ -1,24 +1,24 @@
-"""For choosing_buckets.ipynb: figures and tables of steps that are simulated, recorded
-here, or stored in labs/benchmarks/results.
+"""For choosing_buckets.ipynb: figures and tables of steps that are simulated, or stored
+in labs/benchmarks/results.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book import figures, table
-from labkit.launch import project_root
-from labkit.profiling import Link, backward_of, draw_together, sweeps
-from labkit.profiling.recorded_ways import buckets_in_first_steps, record_ways
-from labkit.scenarios.toy_steps import stack_of_linears
-from miniddp.buckets import MIB, ParameterSize, arrival_plan
-from miniddp.ladder import BucketedOverlapped, Flat
+from labkit.launch import project_root, run_ranks
+from labkit.profiling import Link, Recorder, draw_together, sweeps
+from labkit.profiling.cost_model import Backward, SimulatedStep
+from labkit.profiling.recording import Collective, Gradient, RankRecording, Recording
+from labkit.scenarios.toy_steps import loss_of, stack_of_linears
+from miniddp.buckets import MIB
 
 Plan = list[list[int]]
 Times = Mapping[tuple[int, int], Mapping[float, float]]
@@ -84,11 +84,31 @@ def draw_steps(
     """One timeline per simulated step; `forward` is in seconds."""
     draw_together(
         {
-            name: sweeps.as_recording(step, computed, plans[name], forward=forward)
+            name: _as_recorded(step, computed, plans[name], forward)
             for name, step in steps.items()
         }
     )
     plt.show()
+
+
+def _as_recorded(
+    step: SimulatedStep, computed: Backward, plan: Plan, forward: float
+) -> Recording:
+    gradients = tuple(
+        Gradient(str(place), *gradient)
+        for place, gradient in enumerate(
+            zip(computed.bytes, computed.ready, strict=True)
+        )
+    )
+    sent = []
+    for number, (bucket, (launched, _, done)) in enumerate(
+        zip(plan, step.sent, strict=True)
+    ):
+        size = sum(computed.bytes[place] for place in bucket)
+        last = 1 + max(bucket)
+        sent.append(Collective("all_reduce", size, last, number, launched, done))
+    spans = ((0.0, forward),)
+    return Recording((RankRecording(0, 0.0, step.end, spans, gradients, tuple(sent)),))
 
 
 def table_of_steps(
@@ -112,7 +132,7 @@ def buckets_of_torch(options: Sequence[Mapping[str, Any]]) -> str:
     stack, batch = stack_of_linears(samples=64)
     rows = []
     for keywords in options:
-        of_steps = buckets_in_first_steps(stack, batch, **keywords)
+        of_steps = run_ranks(_first_steps, 2, stack, batch, keywords, device="cpu")[0]
         shown = [
             " ".join(f"{size / MIB:.0f}" for size in sizes) for sizes, _ in of_steps
         ]
@@ -122,20 +142,17 @@ def buckets_of_torch(options: Sequence[Mapping[str, Any]]) -> str:
     return table(["torch DDP", *headers], rows)
 
 
-def recorded_and_simulated(model: nn.Module, batch: Tensor) -> Figure:
-    """Steps of two ranks on this machine, over a link of 2 Gbit/s and 0.5 ms."""
-    caps = (0, 2, 32)
-    ways = {cap: partial(BucketedOverlapped, bucket_cap_mb=cap) for cap in caps}
-    recorded = record_ways({"flat": Flat, **ways}, model, batch, 2, latency_us=500)
-    seen, link = backward_of(recorded["flat"].step), Link.of(2, latency_us=500)
-    kinds = [ParameterSize(nbytes, "float32") for nbytes in seen.bytes]
-    plans = [arrival_plan(kinds, range(len(kinds)), [cap * MIB]) for cap in caps]
-    line = [1e3 * sweeps.simulate_ring(seen, plan, link, 2).end for plan in plans]
-    dots = [recorded[cap].ms for cap in caps]
-    figure, axes = plt.subplots(figsize=(6.4, 3))
-    axes.plot(line, color=figures.TRUTH, label="simulated")
-    axes.plot(dots, "o", color=figures.RANKS[0], label="measured here")
-    axes.set_xticks(range(len(caps)), ["each alone", *map(str, caps[1:])])
-    axes.set(xlabel="bucket size, MiB", ylabel="ms per step", ylim=(0, None))
-    axes.legend(loc="lower right")
-    return figure
+def _first_steps(
+    rank: int, model: nn.Module, inputs: Tensor, options: Mapping[str, Any]
+) -> list[tuple[list[int], bool]]:
+    """Per step: the bytes of its buckets, without messages of flags; its overlap."""
+    recorder = Recorder(model)
+    ddp = DistributedDataParallel(model, process_group=recorder, **options)
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        with recorder:
+            loss_of(ddp(inputs.chunk(2)[rank])).backward()
+        sizes = [one.bytes for one in recorder.recorded.buckets() if one.bytes >= 100]
+        found.append((sizes, recorder.recorded.overlaps()))
+    return found

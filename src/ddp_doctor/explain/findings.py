@@ -22,12 +22,12 @@ BY_HAND = "book/puzzles/by_hand_or_ddp.ipynb"
 MEANS = "book/puzzles/mean_of_means.ipynb"
 SUMS = "book/puzzles/sum_or_average.ipynb"
 STEP = "book/surprises/in_the_step.ipynb"
-WRAPPER = "book/surprises/in_the_wrapper.ipynb"
+WRAPPER = "book/build/the_wrapper.ipynb"
 DATA = "book/surprises/in_the_data.ipynb"
 LOSS = "book/surprises/in_the_loss.ipynb"
-FAILS = "book/scale/when_a_node_fails.ipynb"
+FAILS = "book/scale/two_nodes.ipynb"
 PIECES = "book/scale/in_pieces.ipynb"
-REPORTS = "book/reference/reports.md"
+REPORTS = "book/reference/symptoms.md"
 
 
 def to_read(page: str) -> str:
@@ -49,12 +49,12 @@ def to_read(page: str) -> str:
 # code: (severity unless the rule says otherwise, title, page)
 CATALOG: dict[str, tuple[Severity, str, str]] = {
     "wrapper_bypassed": ("error", "The forward bypasses the wrapper", BYPASSED),
-    "two_backwards": ("error", "Two backwards run through one forward", WRAPPER),
+    "two_backwards": ("error", "Two backwards run through one forward", STEP),
     "wrapper_lost": ("error", "The ranks' gradients are not combined", BYPASSED),
     "model_changed_after_wrapping": ("error", "The model changed after it was wrapped", BYPASSED),
     "optimizer_on_other_parameters": ("error", "The optimizer holds other parameters", REPORTS),
     "optimizer_in_backward": ("error", "The optimizer steps before the average", STEP),
-    "parameters_averaged": ("warning", "Parameters are averaged instead of gradients", STEP),
+    "parameters_averaged": ("warning", "Parameters are averaged instead of gradients", PIECES),
     "world_size_one": ("error", "The run is not distributed", ACCUMULATE),
     "unequal_denominators": ("hint", "Ranks take means over different numbers of items", MEANS),
     "unequal_denominators_accumulation": (

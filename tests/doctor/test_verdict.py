@@ -119,7 +119,7 @@ JUDGED = {
     "learning rates that differ": (
         {OWN: SAME, NEXT: [{}, {"rates": [0.1001]}]},
         "different",
-        "At optimizer step 1 (counted from 0), rank 1 has a learning rate of 0.1001",
+        "At optimizer step 1 (counted from 0), the ranks' learning rates differ: 0.1001 and 0.1",
     ),
     "a step that is not the same once more": (
         unequal(unlike=True),

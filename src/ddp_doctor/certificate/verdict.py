@@ -373,8 +373,9 @@ class Judgment:
                 why = f"At {at}, rank {each.rank}'s {BROKEN.format(each.broken)}"
                 return Property("later", "not judged", why)
         if step.rates != ours.rates:
-            rates = f"{step.rates[0]:g}, rank 0 one of {ours.rates[0]:g}."
-            why = f"At {at}, rank {step.rank} has a learning rate of {rates}"
+            # Which rank has which depends on the samples, and these were not dealt as in training.
+            rates = f"{step.rates[0]:g} and {ours.rates[0]:g}"
+            why = f"At {at}, the ranks' learning rates differ: {rates}."
             return Property("later", "different", why)
         if not alike:
             why = f"At {at}, {WEIGHTS_DIFFER.format(step.rank)}"

@@ -17,7 +17,7 @@ from grader_notebooks import FIRST, cell, first_assignment, submission, write
 from nbclient import NotebookClient
 from nbformat import read
 from nbformat.v4 import new_notebook
-from processes import all_gone
+from processes import all_gone, becomes
 
 from grader import batch
 from grader.__main__ import main
@@ -195,24 +195,31 @@ def test_two_threads_never_parse_at_once(monkeypatch):
     assert max(most) == 1
 
 
-def test_ctrl_c_ends_soon_and_leaves_no_process(tmp_path):
-    source = "import time\ndef average_each(module):\n    time.sleep(1000)\n"
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "source", "begun"),
+    [
+        (signal.SIGINT, "import time\ntime.sleep(1000)\n", "*/ranks-*"),
+        (signal.SIGTERM, first_assignment().stubs()["each"], "*/bench.ipynb"),
+    ],
+)
+def test_ctrl_c_and_sigterm_end_soon_and_leave_no_process_and_no_folder(
+    number, source, begun, tmp_path
+):
     path = write(submission(first_assignment(), {"each": source}), tmp_path / "in" / "a.ipynb")
     command = [*COMMAND, "grade", str(path), "--assignment", str(FIRST), "--trust"]
-    mark = str(tmp_path)
+    mark, temporary = str(tmp_path), tmp_path / "temporary"
+    temporary.mkdir()
     run = subprocess.Popen(
         [*command, "--out", str(tmp_path / "out")],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "GRADER_TEST": mark},
+        env={**os.environ, "GRADER_TEST": mark, "TMPDIR": str(temporary)},
     )
-    bar = ""
-    while "0/1" not in bar:  # it has begun
-        more = run.stderr.read(1)
-        assert more, bar
-        bar += more
-    run.send_signal(signal.SIGINT)
+    assert becomes(lambda: list(temporary.glob(begun)) or run.poll() is not None, within=300)
+    run.send_signal(number)
     _, said = run.communicate(timeout=300)
     assert run.returncode == 130
     assert "the same command continues" in said
     assert all_gone(mark)
+    assert list(temporary.iterdir()) == []

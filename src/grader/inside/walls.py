@@ -22,7 +22,7 @@ _MIB = 2**20
 _LIMITS = {
     resource.RLIMIT_CORE: 0,
     resource.RLIMIT_FSIZE: 64 * _MIB,  # of each file, so of each rank's output
-    resource.RLIMIT_DATA: 2048 * _MIB,  # of each process
+    resource.RLIMIT_DATA: 1024 * _MIB,  # of each process
     resource.RLIMIT_NOFILE: 256,  # each may be a socket, whose buffers count for no process
 }
 _TEMPORARY = b"mode=1777,size=128M,nr_inodes=10000"  # each inode is memory of the kernel's, too

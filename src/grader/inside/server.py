@@ -103,6 +103,8 @@ def _serve(link: socket.socket, walled: bool, server: int) -> None:
         _send(link, pack({"begun": True}))
         answer = _answer_of_a_fork(request, link)
         kill_descendants()
+        if walled:
+            walls.empty_temporary()
         _send(link, answer)
 
 

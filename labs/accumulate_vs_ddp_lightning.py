@@ -30,8 +30,9 @@ import warnings
 from typing import NamedTuple
 
 from labkit.launch.arguments import positive
-from labkit.launch.memory import gc_paused
+from labkit.launch.memory import available_memory, gc_paused
 
+MEMORY_OF_A_DEVICE = 300e6  # bytes: a process that Lightning starts imports it anew
 SEED = 42
 THREADS_SAMPLES = 4
 VERSIONS = {  # name: (the first Trainer has strategy="ddp", the seed comes before the data)
@@ -247,10 +248,12 @@ def run_version(version: str, arguments: argparse.Namespace) -> list[Seen]:
 
 
 def run_versions(arguments: argparse.Namespace) -> dict[str, list[Seen]]:
-    """Each version in a process of its own, two at a time."""
+    """Each version in a process of its own, two at a time where memory holds them."""
     # Every version changes its process's environment. A fork shares the import of Lightning.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with multiprocessing.get_context(method).Pool(2, maxtasksperchild=1) as pool:
+    needed = 2 * arguments.devices * MEMORY_OF_A_DEVICE
+    at_once = 2 if available_memory() > needed else 1
+    with multiprocessing.get_context(method).Pool(at_once, maxtasksperchild=1) as pool:
         found = pool.starmap(run_version, [(v, arguments) for v in VERSIONS], chunksize=1)
     return dict(zip(VERSIONS, found, strict=True))
 

@@ -25,6 +25,7 @@ from surveys.trainers.environments import repeat
 from surveys.trainers.families import FAMILIES, PROPERTIES, properties
 from surveys.trainers.measure import Cell, Judged, measure
 from surveys.trainers.page import store_rows
+from surveys.trainers.promises import entries
 from surveys.trainers.trainers import TRAINERS, version
 
 
@@ -41,6 +42,10 @@ def arguments_of_this_lab() -> argparse.Namespace:
     given = parse_arguments(parser)
     if given.store and given.properties != properties():
         parser.error("--store replaces whole rows: leave --properties out.")
+    try:
+        entries()  # a mistake in promises.toml is found before minutes of measuring
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
     return given
 
 

@@ -59,6 +59,10 @@ def entries() -> dict[str, Entry]:
     found = {}
     for name, row in read["rows"].items():
         source = row.pop("source", None)
+        if unknown := row.keys() - set(Entry._fields):
+            raise ValueError(f"{FILE.name}: {name} has the unknown {', '.join(sorted(unknown))}.")
+        if source and source not in sources:
+            raise ValueError(f"{FILE.name}: {name} has the source {source!r}, which is none.")
         found[name] = Entry(sources[source] if source else None, **row)
         for verdict in (found[name].unequal, *found[name].cells.values()):
             if verdict not in VERDICTS:

@@ -1,7 +1,7 @@
 // A field that hides what lacks one of the words in it: the innermost sections of this page, or
 // where it has none, the rows of its tables. `data-rows` names other elements. With `data-unequal`,
 // the words of a row include "unequal" and the heads of those columns in which it is neither equal
-// nor empty. Without JavaScript the page is a plain list. The words may also come in the address:
+// nor empty; the section `data-legend` always stays. Without JavaScript the page is a plain list. The words may also come in the address:
 // ?words=hangs+epoch
 const given = {
   rows: "",
@@ -48,9 +48,8 @@ document.addEventListener("DOMContentLoaded", () => {
     });
     const shown = rows.filter((row) => !row.hidden);
     for (const section of all("section section:not(section section section)")) {
-      // A section without rows, such as a legend, stays.
-      const own = rows.filter((row) => section.contains(row));
-      section.hidden = own.length > 0 && own.every((row) => row.hidden);
+      const useful = section.id === given.legend || shown.some((row) => section.contains(row));
+      section.hidden = words.length > 0 && !useful;
     }
     count.textContent = words.length ? `${shown.length} of ${rows.length} ${given.unit}` : "";
   };

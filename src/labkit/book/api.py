@@ -10,6 +10,7 @@ a module with the public classes and functions that it defines. This module is a
 import importlib
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+_WIDTH = 72  # characters of a signature's line, which fit on a laptop
 _LISTS = ("Args:", "Raises:", "Returns:", "Attributes:", "Yields:")
 _ITEM = re.compile(r"^ {4}(?=\S)", re.MULTILINE)
 
@@ -85,7 +87,10 @@ def signature(found: Any, name: str) -> str:
     except ValueError:  # a class of C
         return name
     shown = [p.replace(annotation=p.empty) for p in parameters if p.name != "self"]
-    return f"{name}{inspect.Signature(shown)}"
+    line = f"{name}{inspect.Signature(shown)}"
+    if len(line) <= _WIDTH:
+        return line
+    return "\n".join(textwrap.wrap(line, _WIDTH, subsequent_indent="    "))
 
 
 def markdown_of(doc: str) -> str:
@@ -102,6 +107,8 @@ def markdown_of(doc: str) -> str:
                 for item in items
             )
             parts.append(f"*{first.removesuffix(':')}*\n\n{shown}")
+        elif first.startswith("==="):
+            parts.append(f"```{{eval-rst}}\n.. default-role:: code\n\n{block}\n```")
         else:
             parts.append(block)
     return "\n\n".join(parts)

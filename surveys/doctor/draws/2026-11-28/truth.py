@@ -183,7 +183,7 @@ def run(script: Path) -> list[Records]:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(timeout=60)
+            process.join(timeout=600)
         if any(process.exitcode != 0 for process in processes):
             for process in processes:
                 process.kill()

@@ -138,12 +138,12 @@ def _tried(answer_key: AnswerKey) -> bool:
     print(f"{answer_key.assignment.title}: trying {number} solutions …", flush=True)
     wrong = 0
     for count, finding in enumerate(lint(answer_key), start=1):
-        mark = "ok  " if finding.right else "NOT "
-        also = "" if finding.right else f", should be: {finding.expected}"
+        right = finding.found == finding.expected
+        mark, also = ("ok  ", "") if right else ("NOT ", f", should be: {finding.expected}")
         print(f"[{count}/{number}] {mark} {finding.name}: {finding.found}{also}", flush=True)
         for line in finding.reads:
             print(f"           {line}")
-        wrong += not finding.right
+        wrong += not right
     if wrong:
         print(f"Not released: {wrong} of these have to be fixed first.", file=sys.stderr)
     return not wrong

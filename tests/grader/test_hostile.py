@@ -280,14 +280,6 @@ def servers_below() -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.slow
-def test_a_solution_that_looks_around_is_marked_for_a_person(graded):
-    results, _ = graded
-    for name in ("leaves processes and threads", "patches labkit and the grader"):
-        assert ", line 1: " in results[name].notes[0]
-        assert "a person should look" in results[name].notes[0]
-
-
 PROBE = """
 import os, socket
 

@@ -44,6 +44,13 @@ def test_every_chapter_is_in_the_table_of_contents_and_every_entry_exists():
     assert {p.relative_to(BOOK).with_suffix("").as_posix() for p in pages()} == set(names)
 
 
+def test_every_old_address_is_free_and_leads_to_a_page_that_exists():
+    config = yaml.safe_load((ROOT / "_config.yml").read_text())["sphinx"]["config"]
+    there = {page.relative_to(BOOK).with_suffix("").as_posix() for page in pages()}
+    assert not there & set(config["moved_pages"])
+    assert set(config["moved_pages"].values()) <= there
+
+
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
 def test_every_code_cell_is_compared(chapter):
     for number, cell in enumerate(code_cells(chapter)):

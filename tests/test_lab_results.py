@@ -347,7 +347,7 @@ def test_without_the_optimizers_state_or_with_other_buckets_the_bits_differ(
 
 def test_a_missing_rank_is_named_and_the_run_ends():
     code = 'print("its node is gone:", *missing(runs.gone), sep="\\n  ")'
-    output = printed_in("scale/when_a_node_fails.ipynb", code)  # it refuses a run that did not end
+    output = printed_in("scale/two_nodes.ipynb", code)  # it refuses a run that did not end
     for said in ("stuck", "gone"):
         assert f'{said}: rank 1, last seen at "step 5: its batch"' in output
 

@@ -43,7 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("package", "required", "command"),
     [
         ("miniddp", ["torch>=2.11"], None),
-        ("ddp_doctor", ["jinja2", "torch>=2.11"], "ddp-doctor = ddp_doctor.__main__:main"),
+        ("ddp_doctor", ["torch>=2.11"], "ddp-doctor = ddp_doctor.__main__:main"),
     ],
 )
 def test_a_wheel_holds_one_package_typed_and_says_what_it_is(
@@ -108,7 +108,7 @@ def test_both_wheels_work_beside_what_they_require_and_nothing_else(
     for wheel in built.glob("*.whl"):
         zipfile.ZipFile(wheel).extractall(site)  # what pip does with a wheel of Python files
     # What they require, from the environment of this test, without a download.
-    for distribution in (*required_by("torch"), *required_by("jinja2")):
+    for distribution in required_by("torch"):
         for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             if not (site / top).exists():
                 (site / top).symlink_to(distribution.locate_file(top))
@@ -134,12 +134,12 @@ LOCKS = ROOT.glob("surveys/*/locks/*.txt")
 LOCKED = {line.partition("==")[0] for lock in LOCKS for line in lock.read_text().splitlines()}
 EXTRAS_OF = {
     "src/miniddp": (),
-    "src/ddp_doctor": ("doctor",),
+    "src/ddp_doctor": (),
     "src/labkit": ("book",),
     "src/grader": ("grader",),
     "labs": ("book", "grader"),
     "surveys": ("book", "grader", "test"),
-    "tests": ("book", "grader", "test", "doctor"),
+    "tests": ("book", "grader", "test"),
     "tools": (),
     "book": ("book", "test"),
 }

@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch.nn.parallel.distributed as torchs
 from in_process import run_in_process
@@ -20,16 +21,16 @@ from miniddp.reducer import Reducer
 from miniddp.unused import UsedParameters
 
 REFERENCE = project_root() / "book" / "reference"
-TO_PYTORCH = (REFERENCE / "from_our_reducer_to_pytorchs.md").read_text()
+TOUR = nbformat.read(REFERENCE / "tour_of_the_reducer.ipynb", as_version=4)
+TO_PYTORCH = TOUR.cells[-1].source
 IN_YOUR_SCRIPT = (REFERENCE / "use_it_in_your_script.md").read_text()
 SYMPTOMS = (REFERENCE / "symptoms.md").read_text()
-REPORTS = (REFERENCE / "reports.md").read_text()
 ROW = re.compile(r"^\| (`[^|]*) \| (`[^|]*|the constructor) \|", re.MULTILINE)
 OURS = {"UsedParameters": UsedParameters, "buckets": buckets, "replicas": replicas}
 
 
 def rows(heading: str) -> list[tuple[list[str], list[str]]]:
-    section = TO_PYTORCH.split(f"## {heading}\n")[1].split("\n## ")[0]
+    section = TO_PYTORCH.split(f"### {heading}\n")[1].split("\n### ")[0]
     pairs = ROW.findall(section)  # the header's second cell begins with a word
     return [
         (re.findall(r"`([^`]+)`", ours), re.findall(r"`([^`]+)`", them)) for ours, them in pairs
@@ -69,10 +70,10 @@ def test_every_name_in_the_table_of_sharding_exists():
                 assert hasattr(importlib.import_module(f"{package}.{module}"), attribute), name
 
 
-def test_every_finding_on_the_pages_of_symptoms_is_one_of_the_doctors():
+def test_every_finding_on_the_page_of_symptoms_is_one_of_the_doctors():
     said = [
         *re.findall(r"^\|.*\|.*\|([^|]*)\|$", SYMPTOMS, re.MULTILINE),
-        *re.findall(r"Doctor[^:\n]*: (.*)", REPORTS),
+        *re.findall(r"Doctor[^:\n]*: (.*)", SYMPTOMS),
     ]
     codes = re.findall(r"`(\w+)`", " ".join(said))
     assert len(codes) > 100

@@ -1,21 +1,15 @@
-"""For by_hand_or_ddp.ipynb: two steps that tell strategies apart, and a figure.
+"""For by_hand_or_ddp.ipynb: two steps that tell strategies apart.
 
 A *strategy* is a pair `(wrap, average)`: `wrap(model)` returns what is called for the
 forward, and `average(model)` runs after backward. By hand, `wrap` returns the model
 itself; DDP's `average` does nothing.
 """
 
-from collections import Counter
 from collections.abc import Callable
 
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from torch import Tensor, nn
 
-from labkit.book.figures import RANKS, TRUTH, WRONG
 from labkit.launch.ranks import run_ranks
 
 Strategy = tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Module], object]]
@@ -95,65 +89,3 @@ def _head_without_a_gradient(
         forward(_inputs(rank), both=rank == 0).mean().backward()
         average(model)
     return model.second.weight.grad, wanted
-
-
-def draw_ring_on_nodes(
-    nodes: int, ranks_per_node: int, node_of: Callable[[int], int]
-) -> Figure:
-    """Draw the ring 0 → 1 → … → 0; arrows that cross between nodes have another color.
-
-    `node_of(rank)` places each rank on a node; every node has to receive
-    `ranks_per_node` of them.
-    """
-    world_size = nodes * ranks_per_node
-    figure, axes = plt.subplots(figsize=(6.4, 2.5), facecolor="white")
-    width = (ranks_per_node + 1) // 2 + 0.7
-    for node in range(nodes):
-        _node(axes, node * (width + 0.9), width, f"node {node}")
-    place = _places([node_of(rank) for rank in range(world_size)], ranks_per_node)
-    for rank in range(world_size):
-        peer = (rank + 1) % world_size
-        crosses = node_of(rank) != node_of(peer)
-        arrow = FancyArrowPatch(
-            place[rank],
-            place[peer],
-            arrowstyle="-|>",
-            mutation_scale=13,
-            shrinkA=15,
-            shrinkB=15,
-            lw=2.2 if crosses else 1.4,
-            color=WRONG if crosses else TRUTH,
-            connectionstyle="arc3,rad=-0.12",
-        )
-        axes.add_patch(arrow)
-    for rank, (x, y) in enumerate(place):
-        axes.plot(x, y, "o", ms=27, color=RANKS[node_of(rank) % len(RANKS)], zorder=3)
-        ink = "white" if node_of(rank) % len(RANKS) == 0 else TRUTH
-        axes.text(x, y, str(rank), ha="center", va="center", color=ink, zorder=4)
-    axes.set(xlim=(-0.1, nodes * (width + 0.9) - 0.8), ylim=(-0.1, 2.8), aspect="equal")
-    axes.set_axis_off()
-    return figure
-
-
-def _node(axes: Axes, left: float, width: float, name: str) -> None:
-    style = {"boxstyle": "round,pad=0,rounding_size=0.15", "fc": "#F2F4F6"}
-    axes.add_patch(FancyBboxPatch((left, 0.0), width, 2.35, ec=TRUTH, lw=1, **style))
-    axes.text(left + 0.1, 2.42, name, va="bottom", fontsize=11, color=TRUTH)
-
-
-def _places(nodes: list[int], ranks_per_node: int) -> list[tuple[float, float]]:
-    """Where each rank is drawn; `nodes[rank]` is its node."""
-    columns = (ranks_per_node + 1) // 2
-    places, filled = [], Counter[int]()
-    for node in nodes:
-        seat = filled[node]
-        filled[node] += 1
-        # Clockwise: right along the upper row, back along the lower one. The first node
-        # begins in its lower row, so that a ring in rank order crosses between
-        # neighbors.
-        turn = seat if node else (seat + columns) % ranks_per_node
-        upper = turn < columns
-        column = turn if upper else ranks_per_node - 1 - turn
-        left = node * (columns + 1.6) + 0.85
-        places.append((left + column, 1.7 if upper else 0.65))
-    return places

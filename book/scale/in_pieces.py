@@ -1,16 +1,28 @@
-"""For in_pieces.ipynb: the picture of who holds what, and the bytes that are sent."""
+"""For in_pieces.ipynb: the picture of who holds what, and the bytes that are sent;
+training with local steps, and its losses.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest import mock
 
 import matplotlib.pyplot as plt
 import torch
+import torch.distributed as dist
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from labkit.book import figures
 from labkit.book.figures import RANKS, TRUTH, use
 from labkit.profiling.step_cost import step_cost
+from labkit.scenarios.own_classes import draw_batch, held_out_loss, seeded_classifier
+
+CHUNK = 64  # steps between two evaluations; every H of the chapter divides it
+
+# `train(model, optimizer, batches, every)`, as the chapter defines it.
+Train = Callable[..., None]
 
 _PARTS = ("optimizer state", "gradients", "parameters")  # from the bottom up
 _SHARDED = {
@@ -68,3 +80,73 @@ def bytes_per_parameter(
     optimizer = torch.optim.SGD(model.parameters())
     cost = step_cost(model, optimizer, lambda module: loss(module, rows))
     return cost.sent / number * world_size / (world_size - 1)
+
+
+def train_on_ranks(
+    rank: int,
+    world_size: int,
+    train: Train,
+    every: int,
+    own: bool,
+    optimizer: Callable[[Any], Any],
+    chunks: int = 4,
+) -> dict[str, Any]:
+    """Run `train` for `chunks` times 64 steps, on one rank.
+
+    Returns the held-out `losses` at the start and after each chunk, the `bytes` of each
+    call of `dist.all_reduce`, and the `weights` at the end.
+    """
+    model = seeded_classifier()
+    stepping = optimizer(model.parameters())
+    losses, sent, all_reduce = [held_out_loss(model)], [], dist.all_reduce
+
+    def count(tensor: Tensor, *options: Any, **more: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return all_reduce(tensor, *options, **more)
+
+    with mock.patch.object(dist, "all_reduce", count):
+        for chunk in range(chunks):
+            steps = range(chunk * CHUNK, (chunk + 1) * CHUNK)
+            batches = [draw_batch(rank, world_size, step, own) for step in steps]
+            train(model, stepping, batches, every)
+            losses.append(held_out_loss(model))
+    return {"losses": losses, "bytes": sent, "weights": weights_of(model)}
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """A copy of the weights."""
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def three_rounds(
+    rank: int, outer_step: Callable[..., Any], lr: float, momentum: float
+) -> list[tuple[Tensor, list[str]]]:
+    """Three rounds with a reader's outer step: after each, the common weights, and the
+    arguments that it changed.
+    """
+    common, velocity, seen = torch.ones(3), torch.zeros(3), []
+    for number in range(1, 4):
+        # Stands for the inner steps, which move every rank on in its own way.
+        local = common - number * torch.tensor([1.0, 2.0, 3.0]) * (1 + rank)
+        given = {"common": common, "local": local, "velocity": velocity}
+        before = {name: tensor.clone() for name, tensor in given.items()}
+        common, velocity = outer_step(*given.values(), lr, momentum)
+        changed = [name for name in given if not given[name].equal(before[name])]
+        seen.append((common.clone(), changed))
+    return seen
+
+
+def draw_losses(runs: Mapping[tuple[bool, int], Sequence[float]]) -> Figure:
+    """Held-out losses by (own classes or not, H): a panel per way to deal the data."""
+    figures.use()
+    figure, panels = plt.subplots(1, 2, figsize=(7.6, 3.4), sharey=True)
+    titles = ("every rank has all classes", "each rank has its own classes")
+    for own, axes, title in zip((False, True), panels, titles, strict=True):
+        of_panel = [(every, losses) for (o, every), losses in runs.items() if o == own]
+        for color, (every, losses) in zip(figures.RANKS, of_panel, strict=True):
+            steps = range(0, CHUNK * len(losses), CHUNK)
+            axes.plot(steps, losses, "o-", color=color, ms=4, label=f"H = {every}")
+        axes.set(xlabel="steps", title=title)
+    panels[0].set(ylabel="held-out loss")
+    panels[1].legend()
+    return figure

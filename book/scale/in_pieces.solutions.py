@@ -57,59 +57,6 @@ def in_place(pieces, shards):
     return squares.sqrt()
 
 
-# %% check_muon right: one tensor for all rows
-def into_one_tensor(rows):
-    whole = rows.new_empty(len(rows) * dist.get_world_size(), rows.shape[1])
-    dist.all_gather_single(whole, rows.contiguous())
-    first = len(rows) * dist.get_rank()
-    return newton_schulz(whole)[first : first + len(rows)]
-
-
-# %% check_muon right: a sum of padded rows
-def summed_with_zeros(rows):
-    whole = rows.new_zeros(dist.get_world_size(), *rows.shape)
-    whole[dist.get_rank()] = rows
-    dist.all_reduce(whole)
-    return newton_schulz(whole.flatten(0, 1)).view(whole.shape)[dist.get_rank()]
-
-
-# %% check_muon wrong: the whole matrix on every rank
-def the_whole_matrix(rows):
-    pieces = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, rows)
-    return newton_schulz(torch.cat(pieces))
-
-
-# %% check_muon wrong: rank 0's rows for all
-def rows_of_rank_0(rows):
-    pieces = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, rows)
-    return newton_schulz(torch.cat(pieces))[: len(rows)]
-
-
-# %% check_muon wrong: the average of the ranks' rows
-def averaged_rows(rows):
-    mean = rows.clone()
-    dist.all_reduce(mean)
-    return newton_schulz(mean / dist.get_world_size())
-
-
-# %% check_muon wrong: two rows per rank are written into the code
-def two_rows(rows):
-    pieces = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, rows)
-    first = 2 * dist.get_rank()
-    return newton_schulz(torch.cat(pieces))[first : first + len(rows)]
-
-
-# %% check_muon wrong: gathered along the columns
-def along_the_columns(rows):
-    pieces = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, rows)
-    whole = newton_schulz(torch.cat(pieces, dim=1))
-    return whole.chunk(len(pieces), dim=1)[dist.get_rank()]
-
-
 # %% check_adapter right: the adapter is a unit of its own
 def a_unit_of_its_own():
     adapted = Adapted().add_adapter()
@@ -171,3 +118,131 @@ def averaged_over_two():
 
     adapted.adapter.weight.register_hook(half_of_the_sum)
     return adapted
+
+
+# %% check_outer right: the local weights are averaged
+def average_of_weights(common, local, velocity, lr, momentum):
+    average = local.clone()
+    dist.all_reduce(average)
+    difference = common - average / dist.get_world_size()
+    velocity = momentum * velocity + difference
+    return common - lr * difference - lr * momentum * velocity, velocity
+
+
+# %% check_outer right: all differences are gathered
+def gathered(common, local, velocity, lr, momentum):
+    differences = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(differences, common - local)
+    gradient = torch.stack(differences).mean(dim=0)
+    velocity = velocity.mul(momentum).add(gradient)
+    return common.sub(gradient.add(velocity, alpha=momentum), alpha=lr), velocity
+
+
+# %% check_outer wrong: away from the average
+def wrong_sign(common, local, velocity, lr, momentum):
+    difference = (local - common) / dist.get_world_size()
+    dist.all_reduce(difference)
+    velocity = momentum * velocity + difference
+    return common - lr * (difference + momentum * velocity), velocity
+
+
+# %% check_outer wrong: the sum instead of the average
+def not_divided(common, local, velocity, lr, momentum):
+    difference = common - local
+    dist.all_reduce(difference)
+    velocity = momentum * velocity + difference
+    return common - lr * (difference + momentum * velocity), velocity
+
+
+# %% check_outer wrong: momentum without Nesterov
+def plain_momentum(common, local, velocity, lr, momentum):
+    difference = (common - local) / dist.get_world_size()
+    dist.all_reduce(difference)
+    velocity = momentum * velocity + difference
+    return common - lr * velocity, velocity
+
+
+# %% check_outer wrong: rank 0 decides
+def rank_0_decides(common, local, velocity, lr, momentum):
+    difference = common - local
+    dist.broadcast(difference, src=0)
+    velocity = momentum * velocity + difference
+    return common - lr * (difference + momentum * velocity), velocity
+
+
+# %% check_outer wrong: lr and momentum are written into the code
+def own_numbers(common, local, velocity, lr, momentum):
+    difference = (common - local) / dist.get_world_size()
+    dist.all_reduce(difference)
+    velocity = 0.9 * velocity + difference
+    return common - 0.5 * (difference + 0.9 * velocity), velocity
+
+
+# %% check_outer wrong: the common weights are changed in place
+def in_place(common, local, velocity, lr, momentum):
+    difference = (common - local) / dist.get_world_size()
+    dist.all_reduce(difference)
+    velocity = momentum * velocity + difference
+    common -= lr * (difference + momentum * velocity)
+    return common, velocity
+
+
+# %% check_outer wrong: the velocity is lost
+def no_velocity(common, local, velocity, lr, momentum):
+    difference = (common - local) / dist.get_world_size()
+    dist.all_reduce(difference)
+    return common - lr * (1 + momentum) * difference, velocity
+
+
+# %% check_save right: rank 0 alone gets the average
+def reduced_to_rank_0(model, optimizer, batches):
+    train_with_optimizer(model, optimizer, batches, every=16)
+    weights = {name: w.clone() for name, w in model.state_dict().items()}
+    for weight in weights.values():
+        dist.reduce(weight, dst=0)
+        weight /= dist.get_world_size()
+    return weights
+
+
+# %% check_save right: an all-reduce of the weights
+def averaged_at_the_end(model, optimizer, batches):
+    train_with_optimizer(model, optimizer, batches, every=16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter)
+            parameter /= dist.get_world_size()
+    return model.state_dict()
+
+
+# %% check_save wrong: the weights of rank 0 for all
+def rank_0_for_all(model, optimizer, batches):
+    train_with_optimizer(model, optimizer, batches, every=16)
+    for weight in model.state_dict().values():
+        dist.broadcast(weight, src=0)
+    return model.state_dict()
+
+
+# %% check_save wrong: the sum
+def summed(model, optimizer, batches):
+    train_with_optimizer(model, optimizer, batches, every=16)
+    for weight in model.state_dict().values():
+        dist.all_reduce(weight)
+    return model.state_dict()
+
+
+# %% check_save wrong: the last steps are left out
+def until_the_last_synchronization(model, optimizer, batches):
+    train_with_optimizer(model, optimizer, batches[:96], every=16)
+    optimizer.synchronize()
+    return model.state_dict()
+
+
+# %% check_save wrong: the state is saved before it is synchronized
+import copy
+
+
+def saved_too_early(model, optimizer, batches):
+    train_with_optimizer(model, optimizer, batches, every=16)
+    state = copy.deepcopy(model.state_dict())
+    optimizer.synchronize()
+    return state

@@ -1,85 +1,175 @@
-"""For two_nodes.ipynb: the flat ring and the hierarchical all-reduce on two nodes."""
+"""For two_nodes.ipynb: four runs of the lab, started at once because each one is mostly
+waiting; and a made-up job on 8 to 16,384 ranks, simulated.
+
+    seconds = step_seconds(1024, "flat ring", plan)
+    waiting = 1 - compute(1024).end / seconds
+
+The job's model has 350 million float32 parameters in 96 equal gradients. A sample takes
+12.5 ms in forward and 25 ms in backward. Four ranks of a node share one network card.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from labkit.book.figures import RANKS, TRUTH, WRONG, use
+from labkit.book.figures import RANKS, TRUTH, use
+from labkit.launch.scripts import ScriptError, run_script
+from labkit.profiling.cost_model import (
+    Backward,
+    Link,
+    hierarchical_seconds,
+    ring,
+    simulate,
+    tree,
+)
+from labkit.profiling.sweeps import backward_like
 
-_L = 4
-_X = (0.0, 3.0)
+LAB = "labs/when_a_node_fails.py"
+
+RANKS_PER_NODE = 4
+BATCH = 16_384  # samples per step
+FORWARD, BACKWARD = 0.0125, 0.025  # seconds per sample
+GRADIENTS = [350_000_000 * 4 // 96] * 96  # bytes, in order of arrival
+INSIDE = Link.of(gbit_per_s=1200, latency_us=3)
+ACROSS = Link.of(gbit_per_s=400, latency_us=10)
 
 
-def draw_flat_and_hierarchical() -> Figure:
-    """Left: the flat ring; right: the hierarchical all-reduce. n is the gradient."""
-    use()
-    figure, (flat, levels) = plt.subplots(1, 2, figsize=(8.6, 4.0), facecolor="white")
-    # The ring goes down node 0 and up node 1, so that its crossings are at the ends.
-    down = {rank: (_X[0], -float(rank)) for rank in range(_L)}
-    up = {_L + rank: (_X[1], -float(_L - 1 - rank)) for rank in range(_L)}
-    place = {**down, **up}
-    _nodes(flat, "flat ring: one link carries 1.75 n", place)
-    for rank in range(2 * _L):
-        peer = (rank + 1) % (2 * _L)
-        crosses = (rank < _L) != (peer < _L)
-        _arrow(flat, place[rank], place[peer], crosses, "-|>")
-        if crosses:
-            x, y = 1.5, place[rank][1]
-            flat.text(x, y + 0.12, "1.75 n", ha="center", va="bottom", color=WRONG)
+class InterruptedRuns(NamedTuple):
+    """The outputs of two finished runs, and the errors of two that failed by
+    themselves.
 
-    place = {**down, **{_L + rank: (_X[1], -float(rank)) for rank in range(_L)}}
-    _nodes(levels, "hierarchical: four links carry n/4 each", place)
-    for rank in range(_L):
-        _arrow(levels, place[rank], place[rank + _L], True, "<|-|>")
-        y = place[rank][1]
-        levels.text(
-            1.5, y + 0.12, "2. all-reduce n/4", ha="center", color=WRONG, fontsize=9
+    The code is not always 1: if a node is lost, it is the one of its killed agent.
+    """
+
+    uninterrupted: str
+    killed: str
+    stuck: ScriptError
+    gone: ScriptError
+
+
+def interrupted_runs(timeout: float = 6) -> InterruptedRuns:
+    """Run the lab on two ranks: uninterrupted; rank 1 killed, stuck; its node lost.
+
+    `timeout` is the time limit in seconds of one collective. Raises ScriptError if a
+    run that should finish fails. Raises RuntimeError if a run that should fail
+    finishes, or is stopped at the time limit of `run_script`.
+    """
+    two_nodes = {"ranks": 1, "nodes": 2}
+    with TemporaryDirectory() as folder, ThreadPoolExecutor() as side_by_side:
+
+        def start(*options: object, **launch: int) -> Future[str]:
+            return side_by_side.submit(run_script, LAB, *options, **launch)
+
+        finished = start(ranks=2)
+        checkpoint = ("--checkpoint", f"{folder}/run.pt")
+        killed = start(*checkpoint, "--kill", "1@7", **two_nodes, max_restarts=1)
+        stuck = start("--stick", "1@5", "--timeout", timeout, **two_nodes)
+        gone = start("--lose-node", "1@5", "--timeout", timeout, **two_nodes)
+        return InterruptedRuns(
+            finished.result(), killed.result(), _error(stuck), _error(gone)
         )
-        for first in (0, _L):
-            if rank + 1 < _L:
-                _arrow(
-                    levels, place[first + rank], place[first + rank + 1], False, "<|-|>"
-                )
-    for x in _X:
-        text = "1. reduce-scatter\n3. all-gather"
-        levels.text(x, -_L + 0.18, text, ha="center", va="top", fontsize=9, color=TRUTH)
-    return figure
 
 
-def _nodes(axes: Axes, title: str, place: dict[int, tuple[float, float]]) -> None:
-    for node, x in enumerate(_X):
-        style = "round,pad=0,rounding_size=0.15"
-        box = FancyBboxPatch(
-            (x - 0.5, -_L + 0.5), 1, _L, boxstyle=style, fc="#F2F4F6", ec=TRUTH, lw=1
+def shown(output: str) -> str:
+    """The output without the hash: its last bits differ between processors."""
+    return re.sub(r"^weights \w+", "weights (a hash)", output, flags=re.MULTILINE)
+
+
+def missing(error: ScriptError) -> list[str]:
+    """The ranks that the others named, without the name of the machine."""
+    named = r"((?:stuck|gone|finished early): rank \d+) on \S+(, last seen at .*)"
+    return sorted({"".join(found) for found in re.findall(named, error.said)})
+
+
+def _error(run: Future[str]) -> ScriptError:
+    error = run.exception()
+    if isinstance(error, ScriptError) and error.exit_code is not None:
+        return error
+    raise RuntimeError(
+        f"{LAB} did not fail as intended: {error or run.result()}"
+    ) from error
+
+
+def _flat_ring(world_size: int, nbytes: int) -> float:
+    # A chunk travels all links in turn. One in RANKS_PER_NODE leads to another node, so
+    # the mean latency counts; the slowest link sets the bandwidth.
+    inside = INSIDE.latency * (RANKS_PER_NODE - 1)
+    mean = Link((inside + ACROSS.latency) / RANKS_PER_NODE, ACROSS.seconds_per_byte)
+    return mean.seconds(ring(world_size, nbytes))
+
+
+def _tree(world_size: int, nbytes: int) -> float:
+    return ACROSS.seconds(tree(world_size, nbytes))
+
+
+def _hierarchical(world_size: int, nbytes: int) -> float:
+    nodes = world_size // RANKS_PER_NODE
+    return hierarchical_seconds(nodes, RANKS_PER_NODE, nbytes, INSIDE, ACROSS)
+
+
+ALL_REDUCES: dict[str, Callable[[int, int], float]] = {
+    "flat ring": _flat_ring,
+    "hierarchical": _hierarchical,
+    "tree": _tree,
+}
+
+
+def compute(world_size: int, batch: int = BATCH) -> Backward:
+    """What one of `world_size` ranks computes in a step of `batch` samples."""
+    samples = batch / world_size
+    return backward_like(GRADIENTS, samples * FORWARD, samples * BACKWARD)
+
+
+def step_seconds(
+    world_size: int,
+    all_reduce: str,
+    plan: Sequence[Sequence[int]],
+    batch: int = BATCH,
+    overlap: bool = True,
+) -> float:
+    """Simulated seconds of one step.
+
+    Args:
+        world_size: a multiple of `RANKS_PER_NODE`.
+        all_reduce: a name of `ALL_REDUCES`.
+        plan: the buckets of `GRADIENTS`, as `miniddp.buckets.arrival_plan` returns.
+        batch: samples per step, of all ranks together.
+        overlap: False launches all buckets after backward.
+
+    Raises ValueError if the ranks do not fill whole nodes.
+    """
+    if world_size < RANKS_PER_NODE or world_size % RANKS_PER_NODE:
+        raise ValueError(
+            f"{world_size} ranks do not fill nodes of {RANKS_PER_NODE}: take a multiple"
         )
-        axes.add_patch(box)
-        axes.text(x, 0.58, f"node {node}", ha="center", va="bottom", color=TRUTH)
-    for rank, (x, y) in place.items():
-        color, ink = (RANKS[0], "white") if rank < _L else (RANKS[1], TRUTH)
-        axes.plot(x, y, "o", ms=24, color=color, zorder=3)
-        axes.text(x, y, str(rank), ha="center", va="center", color=ink, zorder=4)
-    axes.set_title(title, fontsize=11)
-    axes.set(xlim=(-0.9, _X[1] + 0.9), ylim=(-_L - 0.5, 1.0))
-    axes.set_axis_off()
-
-
-def _arrow(
-    axes: Axes,
-    begin: tuple[float, float],
-    end: tuple[float, float],
-    crosses: bool,
-    style: str,
-) -> None:
-    axes.add_patch(
-        FancyArrowPatch(
-            begin,
-            end,
-            arrowstyle=style,
-            mutation_scale=12,
-            shrinkA=13,
-            shrinkB=13,
-            lw=2.2 if crosses else 1.4,
-            color=WRONG if crosses else TRUTH,
-        )
+    cost = ALL_REDUCES[all_reduce]
+    step = simulate(
+        compute(world_size, batch),
+        plan,
+        lambda nbytes: cost(world_size, nbytes),
+        overlap=overlap,
     )
+    return step.end
+
+
+def drawn(
+    worlds: Sequence[int],
+    seconds: Mapping[str, Sequence[float]],
+    computing: Sequence[float],
+) -> Figure:
+    """Seconds per step against the number of ranks, a line per all-reduce."""
+    use()
+    figure, axes = plt.subplots()
+    for color, (way, times) in zip(RANKS, seconds.items(), strict=False):
+        axes.plot(worlds, times, "o-", color=color, ms=4, label=way)
+    label = "computing alone"
+    axes.plot(worlds, computing, "--", color=TRUTH, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds per step")
+    axes.set_title("Simulated: one job on more and more ranks")
+    axes.legend()
+    return figure

@@ -1,24 +1,21 @@
-"""For choosing_buckets.ipynb: figures and tables of steps that are simulated, recorded
-here, or stored in labs/benchmarks/results.
+"""For choosing_buckets.ipynb: figures and tables of steps that are simulated, or stored
+in labs/benchmarks/results.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from torch import Tensor, nn
 
 from labkit.book import figures, table
 from labkit.launch import project_root
-from labkit.profiling import Link, backward_of, draw_together, sweeps
-from labkit.profiling.recorded_ways import buckets_in_first_steps, record_ways
+from labkit.profiling import Link, draw_together, sweeps
+from labkit.profiling.recorded_ways import buckets_in_first_steps
 from labkit.scenarios.toy_steps import stack_of_linears
-from miniddp.buckets import MIB, ParameterSize, arrival_plan
-from miniddp.ladder import BucketedOverlapped, Flat
+from miniddp.buckets import MIB
 
 Plan = list[list[int]]
 Times = Mapping[tuple[int, int], Mapping[float, float]]
@@ -120,22 +117,3 @@ def buckets_of_torch(options: Sequence[Mapping[str, Any]]) -> str:
         rows.append([name or "default", *shown, of_steps[-1][1]])
     headers = ["step 1, MiB", "step 2", "step 3", "step 3 overlaps"]
     return table(["torch DDP", *headers], rows)
-
-
-def recorded_and_simulated(model: nn.Module, batch: Tensor) -> Figure:
-    """Steps of two ranks on this machine, over a link of 2 Gbit/s and 0.5 ms."""
-    caps = (0, 2, 32)
-    ways = {cap: partial(BucketedOverlapped, bucket_cap_mb=cap) for cap in caps}
-    recorded = record_ways({"flat": Flat, **ways}, model, batch, 2, latency_us=500)
-    seen, link = backward_of(recorded["flat"].step), Link.of(2, latency_us=500)
-    kinds = [ParameterSize(nbytes, "float32") for nbytes in seen.bytes]
-    plans = [arrival_plan(kinds, range(len(kinds)), [cap * MIB]) for cap in caps]
-    line = [1e3 * sweeps.simulate_ring(seen, plan, link, 2).end for plan in plans]
-    dots = [recorded[cap].ms for cap in caps]
-    figure, axes = plt.subplots(figsize=(6.4, 3))
-    axes.plot(line, color=figures.TRUTH, label="simulated")
-    axes.plot(dots, "o", color=figures.RANKS[0], label="measured here")
-    axes.set_xticks(range(len(caps)), ["each alone", *map(str, caps[1:])])
-    axes.set(xlabel="bucket size, MiB", ylabel="ms per step", ylim=(0, None))
-    axes.legend(loc="lower right")
-    return figure

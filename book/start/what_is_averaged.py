@@ -1,6 +1,4 @@
-"""For what_is_averaged.ipynb: one node and one step, gradients as arrows, and what a
-sample weighs.
-"""
+"""For what_is_averaged.ipynb: gradients as arrows, and what a sample weighs."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -21,6 +19,7 @@ def gradient_arrows(of_ranks: Sequence[Tensor], full_batch: Tensor) -> Figure:
             many colors there are.
         full_batch: the gradient of one process that has every sample, shape (2,).
     """
+    figures.use()
     figure, axes = plt.subplots(figsize=(6, 4.2))
     for rank, gradient in enumerate(of_ranks):
         color = figures.RANKS[rank]
@@ -103,54 +102,3 @@ def weight_bars(counts: Sequence[int], ways: Mapping[str, Sequence[float]]) -> F
         axes.tick_params(axis="x", length=0)
     figure.axes[0].set_ylabel("weight of each sample")
     return figure
-
-
-_WHITE = {"ha": "center", "va": "center", "color": "white", "fontsize": 9}
-_DARK = {"ha": "center", "va": "center", "color": figures.TRUTH, "fontsize": 9}
-_SMALL = {**_DARK, "fontsize": 7.5}
-_STEP = (("load", 0.7), ("forward", 1.3), ("backward", 2.6), ("optimizer", 1.1))
-
-
-def node_and_step(ranks: int = 2) -> Figure:
-    """On the left what torchrun starts on one node, on the right one step of each rank.
-
-    All-reduces are drawn below backward, which they overlap.
-    """
-    size = {"figsize": (8.4, 2.9), "width_ratios": (1, 1.9)}
-    figure, (node, step) = plt.subplots(1, 2, **size)
-    node.add_patch(plt.Rectangle((0, 0), 4, 2.5 * ranks + 0.6, fc="#F2F4F6", ec="0.4"))
-    node.text(2, 2.5 * ranks + 0.25, "node: one machine", **_DARK)
-    for rank in range(ranks):
-        color, low = figures.RANKS[rank], 2.5 * (ranks - 1 - rank) + 0.25
-        node.add_patch(plt.Rectangle((0.25, low), 3.5, 2.2, fc="white", ec=color, lw=2))
-        node.text(2, low + 1.75, f"process: rank {rank}", **_DARK)
-        node.text(2, low + 1.2, f"model, optimizer, share {rank} of the data", **_SMALL)
-        node.add_patch(plt.Rectangle((1.1, low + 0.2), 1.8, 0.6, fc=color))
-        node.text(2, low + 0.5, f"GPU {rank}", **(_WHITE if rank == 0 else _DARK))
-        _one_step(step, rank, 2.5 * (ranks - 1 - rank) + 0.7)
-    node.set(xlim=(-0.1, 4.1), ylim=(-0.1, 2.5 * ranks + 0.7))
-    step.set(xlim=(-0.1, 6.4), ylim=node.get_ylim())
-    step.annotate("", (5.7, 0.05), (0, 0.05), arrowprops={"arrowstyle": "->"})
-    step.text(5.75, 0.05, "time", va="center", fontsize=9)
-    for axes in (node, step):
-        axes.set_axis_off()
-    return figure
-
-
-def _one_step(axes: plt.Axes, rank: int, low: float) -> None:
-    begin, color = 0.0, figures.RANKS[rank]
-    for name, length in _STEP:
-        box = plt.Rectangle((begin, low + 0.6), length, 0.6, fc=color, ec="white")
-        axes.add_patch(box)
-        ink = _WHITE if rank == 0 else _DARK
-        axes.text(begin + length / 2, low + 0.9, name, **{**ink, "fontsize": 8.5})
-        if name == "backward":
-            for first in (0.7, 1.3, 1.9):
-                message = plt.Rectangle(
-                    (begin + first, low), 0.55, 0.45, fc="0.75", ec="white"
-                )
-                axes.add_patch(message)
-            text = begin + 2.55, low + 0.22
-            axes.text(*text, "all-reduces", va="center", fontsize=8, color="0.3")
-        begin += length
-    axes.text(0, low + 0.22, f"rank {rank}", va="center", fontsize=9, color="0.3")

@@ -52,7 +52,6 @@ def judge(
     meant: LossOnRows,
     counts: Sequence[int],
     only: Callable[[Tensor], bool] | None = None,
-    find_unused_parameters: bool = False,
 ) -> Verdicts:
     """Back-propagate each of `losses` under DDP, and compare with the gradient of
     `meant`.
@@ -60,14 +59,13 @@ def judge(
     A loss is a function of the model and of the rows that a rank owns; rank r owns the
     next `counts[r]`. For `meant` it is the bare model in one process, and all rows.
     `only` selects the gradients to compare; by default all are.
-    `find_unused_parameters` is DDP's.
     """
 
     def selected(found: list[Tensor]) -> list[Tensor]:
         return [gradient for gradient in found if only is None or only(gradient)]
 
     def variant_of(loss: LossOnRows) -> Variant:
-        run = under_ddp(loss, find_unused_parameters=find_unused_parameters)
+        run = under_ddp(loss)
 
         def variant(module: nn.Module, rows: slice) -> list[Tensor]:
             run(module, rows)

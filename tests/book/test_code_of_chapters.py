@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 
 from bypassed_wrapper import draw_samples, train_bypassing
 from in_the_data import _noise
-from in_the_wrapper import TwoBranches
+from in_the_step import TwoBranches
 from labkit.book.chapters import chapters_of
 from labkit.launch import ScriptError, project_root, run_ranks
 from labkit.scenarios.padded_captioner import count_tokens, draw_captions, seeded_captioner
 from labkit.scenarios.rare_samples import rare_samples
 from mean_of_means import WAYS, denominators, excess, steps_on_ranks, token_weights
 from museum import caught_by
-from ten_thousand_ranks import GRADIENTS, compute, step_seconds
+from two_nodes import GRADIENTS, compute, interrupted_runs, missing, step_seconds
 from what_is_averaged import sample_weights
-from when_a_node_fails import interrupted_runs, missing
 from when_to_multiply import Experiment, try_factors
 
 BOOK = project_root() / "book"
@@ -155,7 +154,7 @@ def test_a_run_that_hangs_instead_of_failing_is_not_the_failure_that_was_intende
             raise ScriptError("stopped: it had not ended after 300 s", exit_code=None)
         return "weights 0123456789abcdef on 2 of 2 ranks"
 
-    monkeypatch.setattr("when_a_node_fails.run_script", hangs)
+    monkeypatch.setattr("two_nodes.run_script", hangs)
     with pytest.raises(RuntimeError, match="did not fail as intended: stopped"):
         interrupted_runs()
 

@@ -26,9 +26,7 @@ CHECKS = [
 QUICK = {
     "choosing_buckets",
     "in_the_data",
-    "in_the_optimizer",
     "sum_or_average",
-    "ten_thousand_ranks",
 }
 TRIED = [
     pytest.param(*pair, marks=() if pair[0].stem in QUICK else pytest.mark.slow) for pair in CHECKS

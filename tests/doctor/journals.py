@@ -17,7 +17,6 @@ from ddp_doctor.facts.types import (
     ProcessFact,
     ReplicaFact,
     SnapshotFact,
-    StaleFact,
     TermFact,
     TotalsFact,
     WindowFact,
@@ -85,7 +84,6 @@ def window(
         "backwards": backwards,
         "snapshot": fact(SnapshotFact, grads=gradients, hashes=hashes, local=local),
         "after": fact(ReplicaFact),
-        "stale": fact(StaleFact),
         "step_place": "train.py:10",
         "world": 0,
     }
@@ -108,10 +106,10 @@ def run_of(windows: list[WindowFact], **facts: Any) -> Run:
     for rank, one in enumerate(windows):
         kinds = {
             "window": [one | {"world": one["world"] or len(windows)}],
-            "totals": [fact(TotalsFact, steps={"0": 1}, backwards=1)],
+            "totals": [fact(TotalsFact, steps={"0": 1})],
             "end": [fact(EndFact)],
         }
-        now = Status(0.0, 1, 1, True, "ended")
+        now = Status(0.0, 1, True, "ended")
         journals.append(journal_of(rank, len(windows), now, **deepcopy(kinds | facts)))
     return Run.of(journals)
 

@@ -2,9 +2,11 @@
 
 import ast
 import re
+from email.message import Message
+from importlib import metadata
 from pathlib import Path
 
-from ddp_doctor.explain.findings import CATALOG
+from ddp_doctor.explain.findings import CATALOG, to_read
 from labkit.launch import project_root
 
 ROOT = project_root()
@@ -31,3 +33,12 @@ def test_every_address_exists_in_the_built_book() -> None:
             assert str(path.relative_to(ROOT / "book").with_suffix("")) in contents, address
         if label:
             assert f"({label})=" in path.read_text(), address
+
+
+def test_an_installed_doctor_leads_to_the_published_page_or_to_none(monkeypatch) -> None:
+    assert to_read("book/start/when_to_multiply.ipynb") == "book/start/when_to_multiply.ipynb"
+    assert to_read("book/not/here.ipynb") == ""
+    links = Message()
+    links["Project-URL"] = "Book, https://example.org/book/"
+    monkeypatch.setattr(metadata, "metadata", lambda name: links)
+    assert to_read("book/not/here.ipynb") == "https://example.org/book/not/here.html"

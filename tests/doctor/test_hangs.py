@@ -25,7 +25,7 @@ def run_of(
     """A run with one rank per text in `doing`."""
     journals = []
     for rank, text in enumerate(doing):
-        now = Status(0.0, 3, 3, text == "ended", text)
+        now = Status(0.0, 3, text == "ended", text)
         journals.append(journal_of(rank, len(doing), now, **(facts or {}).get(rank, {})))
     return Run.of(journals, {f"host-{rank}" for rank in alive}, hung)
 

@@ -63,7 +63,7 @@ def test_groups_that_hold_other_parts_of_a_model_are_no_replicas() -> None:
     for rank in run.ranks:  # the schedule of a pipeline calls what is inside of the wrapper
         rank.windows[0]["backwards"][0]["prepared"] = {"0": None}
     assert findings(run) == {}
-    assert kinds(run) == ["in groups"]
+    assert kinds(run) == ["in parts"]
     assert "gradients" not in lines(run)
 
 
@@ -74,12 +74,6 @@ def test_lightnings_manual_optimization_needs_its_own_backward() -> None:
             rank.facts["wrapper"] = [wrapper(2) | {"of": 2, "manual": manual}]
             rank.windows[0]["backwards"][0]["prepared"] = {"0": None}
         assert fix in findings(run)["wrapper_bypassed"].fix
-
-
-def test_data_that_two_samplers_split_over_the_ranks_are_a_hint() -> None:
-    run = run_with_steps([step()] * 2, loader=[LOADER | {"sharded": True, "replicas": 4}])
-    found = findings(run)["world_size_one"]
-    assert (found.severity, found.title) == ("hint", "The data are split over the ranks twice")
 
 
 def two_losses(calls: list[int], syncs: list[bool], counts: list[int]) -> Run:

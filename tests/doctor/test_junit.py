@@ -16,7 +16,7 @@ from ddp_doctor.report.report import Report, write_report
 
 ERROR = finding("replicas_drift", "2 parameters differ.", "train.py:3", "Average.")
 WARNING = finding("epoch_order_repeats", "\x1b[31mred", "", "Shuffle.")
-HINT = finding("loss_divided_twice", "Twice.", "train.py:4", "Once.")
+HINT = finding("loss_not_divided_by_accumulation", "Twice.", "train.py:4", "Once.")
 
 
 def report_of(*findings: Finding, certificate: Certificate | None = None) -> Report:
@@ -48,7 +48,7 @@ def test_a_finding_fails_from_the_level_of_fail_on(fail_on: str | None, warning:
         "everything was checked": "",
         "replicas_drift": "failure",
         "epoch_order_repeats": warning,
-        "loss_divided_twice": "",
+        "loss_not_divided_by_accumulation": "",
     }
 
 

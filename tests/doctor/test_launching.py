@@ -1,4 +1,4 @@
-"""How a run gets its doctor: accelerate, one line in a notebook cell; and without Jinja2."""
+"""How a run gets its doctor: accelerate, and one line in a notebook cell."""
 
 import ast
 import json
@@ -13,14 +13,11 @@ from typing import Any
 
 import nbformat
 import pytest
-from doctor.journals import run_of, window
 from nbclient import NotebookClient
 from torch.distributed import TCPStore
 
 from ddp_doctor.certificate.starts import all_launched
-from ddp_doctor.options import Options
 from ddp_doctor.other_ways import other_ways
-from ddp_doctor.report.report import report
 from ddp_doctor.run.script import problem_with
 from labkit.launch.kernels import AsyncKernelThroughFiles
 
@@ -115,27 +112,6 @@ def test_one_line_in_a_notebook_cell_reports_below_the_cell_that_trains(tmp_path
 
 def _text(cell: Any) -> str:
     return "".join(each.get("text", "") for each in cell["outputs"])
-
-
-def test_without_jinja2_one_line_says_so_and_text_and_json_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)  # its import raises ImportError
-    monkeypatch.delitem(sys.modules, "ddp_doctor.page", raising=False)
-    journals = tmp_path / "ddp-doctor" / "journals" / "run"
-    journals.mkdir(parents=True)
-    mine = {"weight": 1.0, "bias": 2.0}
-    for rank in run_of([window([4], [1.0], mine, mine)] * 2).ranks:
-        kinds: Any = rank.facts
-        lines = [json.dumps({"kind": kind, **one}) for kind in kinds for one in kinds[kind]]
-        (journals / f"host-{rank.rank + 1}.jsonl").write_text("\n".join(lines) + "\n")
-    target = tmp_path / "report.json"
-    report(journals, Options(folder=str(tmp_path / "ddp-doctor"), json=str(target)))
-    said = capsys.readouterr().err
-    assert "2 of 2 ranks" in said
-    assert said.count("no page, because Jinja2 is not installed (pip install jinja2)") == 1
-    assert json.loads(target.read_text())["version"] == 2
-    assert not (tmp_path / "ddp-doctor" / "report.html").exists()
 
 
 def test_the_port_of_a_launch_goes_to_nobody_else_and_torchs_store_can_listen_on_it() -> None:

@@ -16,7 +16,6 @@ from doctor.journals import (
     step,
     window,
 )
-from doctor.test_groups import data_and_tensor, sharded
 from doctor.test_intended import scaled_by
 
 from ddp_doctor.explain.answers import with_answers
@@ -31,7 +30,6 @@ from ddp_doctor.facts.types import (
     CollectiveFact,
     EndFact,
     FailedFact,
-    FsdpFact,
     ReplicaFact,
     SamplerFact,
     SnapshotFact,
@@ -152,20 +150,6 @@ def test_a_loss_of_all_rows_that_carries_ones_own_gradient_is_multiplied_by_the_
     assert codes(gather) == set()
 
 
-def test_ranks_that_cut_one_batch_by_its_length_and_average_are_not_weighed() -> None:
-    """Sequence parallelism under fully_shard: the same text, whether the trunk is right or not."""
-    gather = fact(CollectiveFact, op="all_gather", shape=[4, 2], through_autograd=True)
-    run = sharded(1, share=2.0)
-    for rank in run.ranks:
-        for one in rank.windows:
-            one["collectives"] = [gather]
-            for backward in one["backwards"]:
-                backward["terms"][0] |= {"target": 3, "input": 1}
-    assert run.readers == [[0, 1]]
-    assert findings(run) == {}
-    assert set(findings(sharded(1, share=2.0))) != set()  # ranks with data of their own
-
-
 def test_losses_of_which_ranks_have_other_numbers_are_not_weighed_by_one_of_them() -> None:
     """Each policy has a loss that is divided by its own count; one rank trains both."""
     windows = step()
@@ -173,37 +157,6 @@ def test_losses_of_which_ranks_have_other_numbers_are_not_weighed_by_one_of_them
     for one in windows:
         one["snapshot"] |= {"grads": {"weight": 3.0, "bias": -4.0}}  # the sum over the ranks
     assert findings(run_with_steps([windows] * 2)) == {}
-
-
-def test_parts_of_a_gradient_that_are_summed_over_a_tensor_group_are_no_wrong_factor() -> None:
-    """A norm that is applied to each rank's own heads has a part of its gradient on each."""
-    run = data_and_tensor()
-    for rank in run.ranks:
-        rank.facts["start"][0]["parameters"]["head"] = 4
-        for n, one in enumerate(rank.windows):
-            batch, half = divmod(rank.rank, 2)
-            one["snapshot"]["local"]["norm"] = (1.0 + 0.2 * half + batch) * (n + 1)
-            one["snapshot"]["grads"]["norm"] = (2.2 + 1.0) * (n + 1)  # the average of two sums
-            one["snapshot"]["hashes"]["norm"] = n
-            one["snapshot"]["local"]["head"] = 1.0 + batch  # which each rank computes alike
-            one["snapshot"]["grads"]["head"] = 1.5
-            one["snapshot"]["hashes"]["head"] = 7
-    assert findings(run) == {}
-    for rank in run.ranks:  # half of the parts' sum: no other gradient is wrong
-        for n, one in enumerate(rank.windows):
-            one["snapshot"]["grads"] |= {"norm": 1.6 * (n + 1)}
-    (wrong,) = findings(run).values()
-    assert "norm: × 0.25" in wrong.evidence
-
-
-def test_a_norm_that_drifts_between_ranks_of_one_batch_is_named() -> None:
-    run = data_and_tensor()
-    for rank in run.ranks:
-        rank.facts["start"][0] |= {"constant": ["scale"], "values": {"scale": 8.0}}
-        rank.facts["start"][0]["parameters"]["scale"] = 3  # the same bits
-        for n, one in enumerate(rank.windows):
-            one["after"] = fact(ReplicaFact, parameters={"scale": 10 * n + rank.rank % 2})
-    assert "scale" in findings(run)["replicas_drift"].evidence
 
 
 @pytest.mark.parametrize(("off", "severity"), [(1e-9, "note"), (1e-3, "error")])
@@ -215,26 +168,6 @@ def test_replicas_that_start_apart_by_rounding_are_a_note(off: float, severity: 
         start["values"] = {"weight": 1.0 + off * rank.rank, "bias": 2.0 + off * rank.rank}
         rank.facts["start"] = [start]
     assert findings(run)["replicas_differ_at_start"].severity == severity
-
-
-def test_replicas_of_local_steps_that_never_had_one_start_are_found() -> None:
-    """Nothing is equal on two ranks, but all ranks average tensors like each parameter."""
-    averages = fact(CollectiveFact, op="all_reduce", what="flat", numel=6)
-
-    def apart(**more: Any) -> Run:
-        windows = [window([4], [1.0], mine, mine, after=fact(ReplicaFact), **more) for mine in OWN]
-        run = run_with_steps([windows] * 2)
-        for rank in run.ranks:
-            own = {"weight": rank.rank + 1.0, "bias": rank.rank + 1.0}
-            held = {"weight": rank.rank + 1, "bias": rank.rank + 1}
-            start = fact(
-                StartFact, parameters=held, values=own, shapes={"weight": [3], "bias": [3]}
-            )
-            rank.facts["start"] = [start]
-        return run
-
-    assert "replicas_differ_at_start" in findings(apart(collectives=[averages]))
-    assert "replicas_differ_at_start" not in findings(apart())  # models of their own
 
 
 def test_saved_buffers_that_differ_are_a_warning_with_the_step() -> None:
@@ -250,44 +183,6 @@ def test_saved_buffers_that_differ_are_a_warning_with_the_step() -> None:
     # The wrapper overwrites the statistics with rank 0's before each forward.
     wrapper = fact(WrapperFact, world=2, of=2, broadcast_buffers=True)
     assert "buffers_differ" not in findings(run_with_steps(steps, start=[start], wrapper=[wrapper]))
-
-
-def test_parts_of_a_model_beside_norms_that_are_combined_are_no_replicas() -> None:
-    """Ranks that split a sequence hold pieces of the layers, and sum the gradients of the norms."""
-    shapes = {"norm": [8], "up": [16, 8], "down": [8, 16]}
-
-    def reduced(*names: str) -> list[str]:
-        calls = [
-            fact(CollectiveFact, op="all_reduce", what="like a gradient", shape=shapes[name])
-            for name in names
-        ]
-        windows = [window([4], [1.0], mine, mine, collectives=calls) for mine in OWN]
-        run = run_with_steps([windows] * 2)
-        for rank in run.ranks:
-            held = {"norm": 5, "up": rank.rank + 1, "down": rank.rank + 1}
-            values = {name: float(value) for name, value in held.items()}
-            start = fact(StartFact, parameters=held, values=values, constant=["norm"])
-            rank.facts["start"] = [{**start, "shapes": shapes}]
-        found = findings(run)
-        return [found[code].evidence for code in found if code == "replicas_differ_at_start"]
-
-    assert reduced("norm") == []
-    assert reduced("norm", "up") == []
-    assert "2 of 3 parameters differ" in reduced("norm", "up", "down")[0]
-
-
-def test_replicas_that_are_reduced_before_the_last_micro_batch_are_named_with_their_flag() -> None:
-    def reduced(all_reduce: int) -> Run:
-        scatters = [
-            fact(FsdpFact, op="reduce_scatter_tensor", reduce="avg", backwards={"0": micro})
-            for micro in range(2)
-        ]
-        last = fact(FsdpFact, op="all_reduce", reduce="avg", backwards={"0": all_reduce})
-        windows = [window([4, 4], [0.5, 0.5], SAME, mine, fsdp=[*scatters, last]) for mine in OWN]
-        return run_with_steps([windows] * 2)
-
-    assert "last_micro_batch_unsynced" not in findings(reduced(1))
-    assert "set_requires_all_reduce" in findings(reduced(0))["last_micro_batch_unsynced"].fix
 
 
 def test_gradients_that_a_script_reduces_at_every_chunk_are_not_their_average() -> None:

@@ -1,6 +1,5 @@
-"""The museum's exhibits, trained under the doctor: the chapter's table says what it finds."""
+"""The museum's exhibits, trained under the doctor: the book's table says what it finds."""
 
-import json
 import re
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ from doctor.harness.scripts import Script
 from labkit.launch import project_root
 from labkit.testing import museum
 
-CHAPTER = project_root() / "book" / "surprises" / "museum.ipynb"
+PAGE = project_root() / "book" / "reference" / "public_programs.md"
 ROW = re.compile(r"^\| `(\w+)` \| (?:`(\w+)`|—) \|", re.MULTILINE)
 
 # What makes a bug act, where two ranks with one micro-batch of four samples each do not.
@@ -61,10 +60,8 @@ dist.destroy_process_group()
 
 
 def table() -> dict[str, str | None]:
-    """What the chapter says: for each exhibit a code, or None where the doctor is silent."""
-    cells = json.loads(CHAPTER.read_text())["cells"]
-    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    return {name: code or None for name, code in ROW.findall(text)}
+    """What the page says: for each exhibit a code, or None where the doctor is silent."""
+    return {name: code or None for name, code in ROW.findall(PAGE.read_text())}
 
 
 def test_the_table_has_every_exhibit() -> None:
@@ -72,7 +69,7 @@ def test_the_table_has_every_exhibit() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(each.name for each in museum.exhibits()))
-def test_the_doctor_says_of_an_exhibit_what_the_chapter_says(
+def test_the_doctor_says_of_an_exhibit_what_the_page_says(
     server: Server, script: Callable[..., Script], name: str
 ) -> None:
     text = TRAINER.format(name=name, situation=SITUATIONS.get(name, ""))

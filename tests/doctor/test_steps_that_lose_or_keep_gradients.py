@@ -6,7 +6,7 @@ from doctor.journals import OWN, SAME, fact, findings, run_of, run_with_steps, w
 from doctor.test_intended import scaled_by
 
 from ddp_doctor.facts.merged import Run
-from ddp_doctor.facts.types import ClipFact, CollectiveFact, DroppedFact, ForwardFact
+from ddp_doctor.facts.types import ClipFact, CollectiveFact, DroppedFact
 
 
 def clearing(
@@ -65,29 +65,6 @@ def test_gradients_that_are_never_cleared_are_found() -> None:
     assert findings(keeping(0, 2, 0, 0)) == {}
 
 
-def divided(k: int, *operands: str, others: bool = False) -> Run:
-    windows = []
-    for mine in OWN:
-        one = window([4] * k, [1 / k**2] * k, SAME, mine)
-        one["scaling"] = [scaled_by("/", float(k), each) for each in operands]
-        for backward in one["backwards"] if others else ():
-            term = backward["terms"][0]
-            backward["terms"].append({**term, "function": "l1_loss", "factor": term["factor"] / 2})
-        one["forwards"] = [fact(ForwardFact, sync=at == k - 1) for at in range(k)]
-        for at, backward in enumerate(one["backwards"]):
-            backward["prepared"] = {"0": at == k - 1}
-        windows.append(one)
-    return run_of(windows)
-
-
-def test_a_second_division_that_is_written_as_a_number_is_still_the_second() -> None:
-    """accelerator.backward(loss / 4): Accelerate divides by the accumulation steps, too."""
-    assert "loss_divided_twice" in findings(divided(4, "4", "self.gradient_accumulation_steps"))
-    assert "loss_divided_twice" in findings(divided(4, "steps", "accumulation"))
-    assert findings(divided(2, "2", "accumulation")) == {}  # half of a square
-    assert findings(divided(4, "4", "accumulation", others=True)) == {}  # the mean of four losses
-
-
 def beside_an_idle_optimizer(backwards: dict[str, int], **facts: Any) -> Run:
     windows = []
     for mine in OWN:
@@ -109,3 +86,20 @@ def test_an_optimizer_that_never_steps_hides_no_early_clip_and_no_early_all_redu
     assert "loss_reduced_before_backward" in findings(early)
     late = beside_an_idle_optimizer({"0": 2, "1": 1}, collectives=[{**loss}])
     assert "loss_reduced_before_backward" not in findings(late)
+
+
+def test_means_of_micro_batches_that_are_divided_twice_are_named() -> None:
+    """accelerator.backward(loss / 4): Accelerate divides by the accumulation steps, too."""
+
+    def found(k: int, *operands: str, terms: int = 1) -> set[str]:
+        by = [scaled_by("/", float(k), each) for each in operands]
+        windows = [window([4] * k, [1 / k**2] * k, SAME, mine, scaling=by) for mine in OWN]
+        for backward in (b for one in windows for b in one["backwards"] if terms > 1):
+            term = backward["terms"][0]
+            backward["terms"].append({**term, "function": "l1_loss", "factor": term["factor"] / 2})
+        return set(findings(run_of(windows)))
+
+    assert found(4) == {"loss_divided_twice"}
+    assert found(2, "steps", "accumulation") == {"loss_divided_twice"}
+    assert found(2, "2", "accumulation") == set()  # half of a square
+    assert found(4, terms=2) == set()  # the mean of four losses

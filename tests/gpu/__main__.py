@@ -51,11 +51,8 @@ PARTS = (
     Part("hooks", "comm hooks do what torch's do", 1, 40, partial(find, kind="hooks")),
     Part("memory", "ours holds no more memory than torch's", 1, 40, measured.find_memory),
     Part("overlap", "communication runs behind backward", 1, 60, timelines.find),
-    Part("doctor", "the doctor changes nothing", 1, 60, commands.find_doctor, ("jinja2",)),
-    Part(
-        *("certificate", "the certificate judges CUDA scripts", 1, 120, commands.find_certificate),
-        ("jinja2",),
-    ),
+    Part("doctor", "the doctor changes nothing", 1, 60, commands.find_doctor),
+    Part("certificate", "the certificate judges CUDA scripts", 1, 120, commands.find_certificate),
     Part("draws", "the emulated generator draws what a GPU draws", 1, 30, measured.find_draws),
     Part("muon", "Muon on shards gives torch's Muon", 1, 30, elsewhere.find_muon),
     Part("local", "local updates give torch's", 1, 30, elsewhere.find_local_updates),

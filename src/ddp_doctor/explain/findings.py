@@ -7,6 +7,8 @@ average of what the ranks computed, data or learning rates differ, a rank waits.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
 from typing import Literal, TypeVar
 
 Severity = Literal["error", "warning", "hint", "note"]
@@ -20,23 +22,39 @@ BY_HAND = "book/puzzles/by_hand_or_ddp.ipynb"
 MEANS = "book/puzzles/mean_of_means.ipynb"
 SUMS = "book/puzzles/sum_or_average.ipynb"
 STEP = "book/surprises/in_the_step.ipynb"
-WRAPPER = "book/surprises/in_the_wrapper.ipynb"
+WRAPPER = "book/build/the_wrapper.ipynb"
 DATA = "book/surprises/in_the_data.ipynb"
 LOSS = "book/surprises/in_the_loss.ipynb"
-FAILS = "book/scale/when_a_node_fails.ipynb"
+FAILS = "book/scale/two_nodes.ipynb"
 PIECES = "book/scale/in_pieces.ipynb"
-GROUPS = "book/scale/over_which_group.ipynb"
-REPORTS = "book/reference/reports.md"
+REPORTS = "book/reference/symptoms.md"
+
+
+def to_read(page: str) -> str:
+    """The page's file, if the book lies beside this package; else its published address, or "".
+
+    The address is that of the link "Book" in the distribution's metadata, once there is one.
+    """
+    if (Path(__file__).parents[3] / page).is_file():
+        return page
+    try:
+        links = metadata.metadata("ddp-doctor").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        links = []
+    site = next((link.removeprefix("Book, ") for link in links if link.startswith("Book, ")), "")
+    name = page.removeprefix("book/").rpartition(".")[0]
+    return f"{site.rstrip('/')}/{name}.html" if site else ""
+
 
 # code: (severity unless the rule says otherwise, title, page)
 CATALOG: dict[str, tuple[Severity, str, str]] = {
     "wrapper_bypassed": ("error", "The forward bypasses the wrapper", BYPASSED),
-    "two_backwards": ("error", "Two backwards run through one forward", WRAPPER),
+    "two_backwards": ("error", "Two backwards run through one forward", STEP),
     "wrapper_lost": ("error", "The ranks' gradients are not combined", BYPASSED),
     "model_changed_after_wrapping": ("error", "The model changed after it was wrapped", BYPASSED),
     "optimizer_on_other_parameters": ("error", "The optimizer holds other parameters", REPORTS),
     "optimizer_in_backward": ("error", "The optimizer steps before the average", STEP),
-    "parameters_averaged": ("warning", "Parameters are averaged instead of gradients", STEP),
+    "parameters_averaged": ("warning", "Parameters are averaged instead of gradients", PIECES),
     "world_size_one": ("error", "The run is not distributed", ACCUMULATE),
     "unequal_denominators": ("hint", "Ranks take means over different numbers of items", MEANS),
     "unequal_denominators_accumulation": (
@@ -63,7 +81,6 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "local_negatives": ("hint", "Each rank contrasts only its own samples", LOSS),
     "gather_without_gradient": ("hint", "The gathered features carry no gradient", LOSS),
     "own_reduction_sums": ("hint", "The optimizer gets the sum over the ranks", SUMS),
-    "wrong_group": ("error", "Gradients are combined with different factors", GROUPS),
     "other_than_average": ("error", "The optimizer gets another gradient than the average", STEP),
     "last_micro_batch_unsynced": ("error", "The last micro-batch is not synchronized", WRAPPER),
     "rank_skipped_step": ("error", "A rank took fewer optimizer steps", STEP),

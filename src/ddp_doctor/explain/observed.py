@@ -8,11 +8,11 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ddp_doctor.explain.combination import FITS, Combination, rescaled, through_reductions
+from ddp_doctor.explain.combination import FITS, Combination, rescaled
 from ddp_doctor.explain.numbers import alike, number
 from ddp_doctor.explain.rules.combining import synchronized
 from ddp_doctor.explain.steps import Step
-from ddp_doctor.facts.merged import Run, Window, data_of
+from ddp_doctor.facts.merged import Run, Window
 from ddp_doctor.facts.types import ClipFact
 
 DIVISION = "whether each rank's loss is divided by the right number"
@@ -63,12 +63,14 @@ def _gradients(run: Run, steps: list[Step]) -> Line:
     if not alike(of_kind):
         text += f" ({number(min(of_kind))} to {number(max(of_kind))} in the observed steps)"
     own = sorted({name for s in steps for name in s.window.differing_gradients})
-    if own and kind not in ("not combined", "in groups"):
+    if own and kind not in ("not combined", "in parts"):
         text += f"; of {len(own)} others, first {own[0]}, each rank has its own"
-    factors = [rescaled(s.window) for s in steps if s.combination.kind == kind]
+    if run.split and kind != "in parts":
+        text += "; those that only some ranks hold were not compared"
+    factors = [rescaled(s.window.facts) for s in steps if s.combination.kind == kind]
     if kind in ("averaged", "summed") and not alike(factors, 1e-3):
         text += "; then scaled by another factor in each step, as a clip does"
-    elif any(map(_shortens, (clip for s in steps for _, f in s.window for clip in f["clips"]))):
+    elif any(map(_shortens, (clip for s in steps for f in s.window.facts for clip in f["clips"]))):
         text += "; then clipped"
     if missing := sorted(unused(run.complete)):
         text += f"; {_many(len(missing), 'trained parameter')} without one, first {missing[0]}"
@@ -90,10 +92,9 @@ def _of_kind(step: Step) -> str:
         "scaled": f"the sum of what the {world} ranks computed, times {factor}; an average has "
         f"{number(1 / world)}",
         "not combined": "each rank steps with its own: none is equal on the ranks",
-        "in groups": "the wrapper combines a group of ranks only, and these were not compared",
+        "in parts": "the ranks hold parts of a model, or models of their own: not compared",
         "in backward": f"the all-reduce at {found.place} runs inside of backward, before the "
         "doctor sees what each rank has computed",
-        "apart": "each rank has a model, or a part of one, of its own",
         "unknown": _unexplained(found),
         "alone": f"what the one process computed{alone}",
     }[found.kind]
@@ -110,36 +111,28 @@ def _unexplained(found: Combination) -> str:
 
 def _in_step(run: Run) -> Line:
     """Without gradients: an optimizer may combine the ranks inside of its step."""
-    inside = [fact for each in run.complete for _, fact in each if "combined_in_step" in fact]
+    inside = [fact for each in run.complete for fact in each.facts if "combined_in_step" in fact]
     if not inside:
-        return Line("gradients", "no parameter of an optimizer has one in any observed step", {})
-    text = (
-        f"the optimizer combines the ranks inside of its step, at {inside[0]['combined_in_step']}"
-    )
-    factors = [factor for window in run.complete if (factor := through_reductions(window)[0])]
-    if len(factors) == len(run.complete) and alike(factors):
-        sent = {n for window in run.complete for _, f in window for n in f.get("reduced", {})}
-        text += (
-            f": the sum of what the ranks computed of {len(sent)} parameters × "
-            f"{number(factors[0])}; what it does with that was not seen"
-        )
+        return Line("gradients", "no parameter of an optimizer has one in any observed step")
+    at = inside[0]["combined_in_step"]
+    text = f"the optimizer combines the ranks inside of its step, at {at}"
     return Line("gradients", text, {"combination": "in step", "unmeasured": True})
 
 
 def _micro_batches(run: Run) -> list[Line]:
     """How many backwards a step has, and in which a wrapper averages."""
     windows = [window for window in run.complete if window.trains]
-    counts = sorted({len(fact["backwards"]) for window in windows for _, fact in window})
+    counts = sorted({len(fact["backwards"]) for window in windows for fact in window.facts})
     if not windows or counts[-1] < 2:
         return []
     shown = number(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     text = f"{shown} backwards per optimizer step"
-    flags = [synchronized(fact) for window in windows for _, fact in window]
+    flags = [synchronized(fact) for window in windows for fact in window.facts]
     if run.world > 1 and all(flags):
         if all(all(each) for each in flags):
-            text += ", each averaged over the ranks, where the last one would be enough"
+            text += ", each synchronized by the wrapper, where the last one would be enough"
         elif all(each[-1] and not any(each[:-1]) for each in flags):
-            text += ", averaged over the ranks in the last one"
+            text += ", synchronized by the wrapper in the last one"
     return [Line("backwards", text, {"backwards": counts})]
 
 
@@ -151,14 +144,14 @@ def _replicas(run: Run) -> list[Line]:
         return [Line("replicas", "which ranks hold copies was not seen", {"unmeasured": True})]
     windows, shared = run.complete, [n for n, g in run.copies.items() if len(g) < run.world]
     if not shared:
-        return [Line("replicas", "no parameter has copies on two ranks", {})]
+        return [Line("replicas", "no parameter has copies on two ranks")]
     drifted = {name for window in windows for name in window.differing_parameters}
     apart = [name for name in shared if name in drifted]
     text = f"{_many(len(shared), 'parameter')} bitwise equal after each observed step"
     if apart:
         first = next(w.n for w in windows if set(apart) & set(w.differing_parameters))
         text = f"{len(apart)} of {len(shared)} parameters differ after step {first}"
-    buffers = {name for window in windows for _, f in window for name in f["after"]["buffers"]}
+    buffers = {name for window in windows for f in window.facts for name in f["after"]["buffers"]}
     differing = {name for window in windows for name in window.differing_buffers}
     if buffers:
         how = f"{len(differing)} differ" if differing else "none differs"
@@ -185,46 +178,44 @@ def _settings(run: Run) -> list[Line]:
         f"a scheduler stepped {one['count']} times in {one['steps']} optimizer steps"
         for one in last.values()
     ]
-    return [Line("settings", "; ".join(said), {})] if said else []
+    return [Line("settings", "; ".join(said))] if said else []
 
 
 def _data(run: Run) -> list[Line]:
     """Whether the ranks' batches differ, and whether the order of an epoch repeats."""
-    windows = [window for window in run.complete if window.trains]
     said = []
     if run.world > 1:
-        seen = [[data_of(window.ranks[group[0]]) for group in run.readers] for window in windows]
-        if not windows or not all(all(each) for each in seen):
+        if not run.data:
             return [Line("data", "whether the ranks' batches differ", {"unmeasured": True})]
-        keys = [[str(one) for one in each] for each in seen]
-        differ = all(len(set(each)) == len(each) for each in keys)
-        equal = all(len(set(each)) < len(each) for each in keys)
-        how = "differ" if differ else "are equal on some ranks" if equal else "differ in some"
-        said.append(f"the batches of the {len(run.readers)} ranks {how} in each observed step")
-        if len(run.readers) < run.world:
-            said = [f"{run.world} ranks read {len(run.readers)} batches: they split a model"]
+        equal = [len(set(of)) < len(of) for of in run.data]
+        how = "are equal on some ranks" if all(equal) else "differ"
+        steps = f"in {len(equal) - sum(equal)} of {len(equal)} observed steps"
+        steps = steps if any(equal) and not all(equal) else "in each observed step"
+        said.append(f"the batches of the {run.world} ranks {how} {steps}")
     epochs = [fact for fact in run.ranks[0].facts["sampler"] if fact["shuffle"] and fact["grad"]]
     orders = {(fact["seed"], fact["epoch"]) for fact in epochs}
     if len(epochs) > 1:
         said.append(f"{len(epochs)} epochs began, with {len(orders)} different orders")
-    return [Line("data", "; ".join(said), {})] if said else []
+    return [Line("data", "; ".join(said))] if said else []
 
 
 def _random(run: Run) -> list[Line]:
     """Whether the generators of the ranks are in one state, if a step draws anything."""
     windows = [window for window in run.complete if window.trains]
-    readers = [group[0] for group in run.readers]
-    states = [[w.ranks[rank]["random"] for rank in readers] for w in windows]
-    if len(readers) < 2 or not states or not all(all(each) for each in states):
+    states = [[fact["random"] for fact in window.facts] for window in windows]
+    if run.world < 2 or not states or not all(all(each) for each in states):
         return []
-    dropout = all(w.ranks[rank]["dropout"] for w in windows for rank in readers)
+    dropout = all(fact["dropout"] for window in windows for fact in window.facts)
     firsts = [each[0][0] for each in states]
     if not dropout and len(set(firsts)) < len(firsts):
         return []
-    if all(each.count(each[0]) == len(each) for each in states):
-        masks = ": their dropout masks are the same" if dropout else ""
-        return [Line("random", f"all ranks' generators are in the same state{masks}", {})]
-    return [Line("random", "the ranks' generators are in different states", {})]
+    same = [all(one == each[0] for one in each) for each in states]
+    if not any(same):
+        return [Line("random", "the ranks' generators are in different states")]
+    if not all(same):
+        return []
+    masks = ": their dropout draws the same numbers" if dropout else ""
+    return [Line("random", f"all ranks' generators are in the same state{masks}")]
 
 
 def _finite(run: Run) -> Line:
@@ -240,7 +231,8 @@ def _finite(run: Run) -> Line:
                 if bad:
                     text = f"step {window.n}, rank {rank}: a {what} is {number(bad[0])}"
                     return Line("numbers", text, {"finite": False})
-    return Line("numbers", "no loss and no gradient is NaN or infinite", {"finite": True})
+    text = "no NaN or infinity in the losses and gradients that were looked at"
+    return Line("numbers", text, {"finite": True})
 
 
 def _many(count: int, what: str) -> str:
@@ -253,5 +245,5 @@ def _shortens(clip: ClipFact) -> bool:
 
 def unused(windows: list[Window]) -> set[str]:
     """Trained parameters without a gradient in any observed step."""
-    missing = [set(fact["snapshot"]["missing"]) for window in windows for _, fact in window]
+    missing = [set(fact["snapshot"]["missing"]) for window in windows for fact in window.facts]
     return missing[0].intersection(*missing) if missing else set()

@@ -15,7 +15,7 @@ from typing import Any
 from ddp_doctor.explain.combination import Combination, combination, rescaled
 from ddp_doctor.explain.numbers import alike
 from ddp_doctor.facts.merged import Run, Window
-from ddp_doctor.facts.types import Groups, ScalingFact, TermFact, WindowFact
+from ddp_doctor.facts.types import ScalingFact, TermFact, WindowFact
 
 LITERAL = re.compile(r"[\d.e+-]+", re.IGNORECASE)
 
@@ -33,6 +33,7 @@ class Entry:
     micro: int
     count: float
     share: float
+    rows: int
     fact: TermFact
 
 
@@ -89,12 +90,17 @@ class Term:
         """Whether each rank and micro-batch has one such term."""
         return set(Counter((e.rank, e.micro) for e in self.entries).values()) == {1}
 
-    def by(self, key: Callable[[Entry], Any]) -> dict[Any, tuple[float, float]]:
-        """(items, share) of the entries with the same key: a rank, a micro-batch, or both."""
-        sums: dict[Any, tuple[float, float]] = {}
-        for entry in self.entries:
-            count, share = sums.get(key(entry), (0.0, 0.0))
-            sums[key(entry)] = (count + entry.count, share + entry.share)
+    def by(self, key: Callable[[Entry], Any]) -> dict[Any, Entry]:
+        """The entries with the same key added up: of a rank, a micro-batch, or both."""
+        sums: dict[Any, Entry] = {}
+        for one in self.entries:
+            known = sums.get(key(one), replace(one, count=0.0, share=0.0, rows=0))
+            sums[key(one)] = replace(
+                known,
+                count=known.count + one.count,
+                share=known.share + one.share,
+                rows=known.rows + one.rows,
+            )
         return dict(sorted(sums.items()))
 
 
@@ -109,7 +115,7 @@ def scaled_differently(windows: list[Window]) -> bool:
     """Whether the script scales gradients after backward, by another factor in some step, and by no
     step's number of items: a clip does. A factor that is equal in all steps belongs to P0.
     """
-    factors = [rescaled(window) for window in windows]
+    factors = [rescaled(window.facts) for window in windows]
     if alike(factors, 1e-3):
         return False
     products = []
@@ -124,16 +130,10 @@ def _step(window: Window, run: Run, clipped: bool) -> Step:
     combined = combination(window, run, clipped)
     entries = _entries(window)
     keys = sorted(entries, key=lambda key: _importance(entries[key]), reverse=True)
-    return Step(window, combined, [_term(window, run, k, entries[k], combined) for k in keys])
+    return Step(window, combined, [_term(window, k, entries[k], combined.factor) for k in keys])
 
 
-def _term(
-    window: Window,
-    run: Run,
-    key: tuple[str, str],
-    entries: list[Entry],
-    combined: Combination,
-) -> Term:
+def _term(window: Window, key: tuple[str, str], entries: list[Entry], alpha: float | None) -> Term:
     # Micro-batches are the backward passes that this term is in, counted per rank from 0.
     order = {
         rank: sorted({entry.micro for entry in entries if entry.rank == rank})
@@ -144,16 +144,10 @@ def _term(
         replace(entry, micro=order[entry.rank].index(entry.micro), share=sign * entry.share)
         for entry in entries
     ]
-    scaling = [operation for _, fact in window for operation in fact["scaling"]]
+    scaling = [operation for fact in window.facts for operation in fact["scaling"]]
     distinct = {(each["op"], each["value"], each["place"], each["text"]): each for each in scaling}
     several = all(_several(fact, order[rank]) for rank, fact in window)
-    return Term(
-        *key,
-        _counted_once(entries, run.readers),
-        list(distinct.values()),
-        combined.factor if combined.kind != "apart" else None,
-        several,
-    )
+    return Term(*key, entries, list(distinct.values()), alpha, several)
 
 
 def _entries(window: Window) -> dict[tuple[str, str], list[Entry]]:
@@ -163,7 +157,8 @@ def _entries(window: Window) -> dict[tuple[str, str], list[Entry]]:
         for micro, backward in enumerate(fact["backwards"]):
             scale = backward.get("scale") or 1.0
             for term in backward.get("terms", ()):
-                entry = Entry(rank, micro, term["count"], _share(term) / scale, term)
+                share = _share(term) / scale
+                entry = Entry(rank, micro, term["count"], share, term["rows"], term)
                 terms.setdefault((term["function"], term["place"]), []).append(entry)
     penalties = [key for key, of in terms.items() if any(e.fact.get("over_parameters") for e in of)]
     return {key: entries for key, entries in terms.items() if key not in penalties}
@@ -173,23 +168,6 @@ def _importance(entries: list[Entry]) -> tuple[bool, int, float]:
     """A loss function counts more than a mean; then how many backwards a term is in; its share."""
     backwards = {(entry.rank, entry.micro) for entry in entries}
     return entries[0].fact["loss"], len(backwards), sum(abs(entry.share) for entry in entries)
-
-
-def _counted_once(entries: list[Entry], readers: Groups) -> list[Entry]:
-    """One entry for each term that several ranks compute from the same data: their shares add up.
-
-    Its items are those of one of these ranks.
-    """
-    leader = {rank: group[0] for group in readers for rank in group}
-    found: dict[tuple[int, int, int], Entry] = {}
-    calls: Counter[tuple[int, int]] = Counter()
-    for entry in entries:
-        at = entry.rank, entry.micro
-        key = (leader[entry.rank], entry.micro, calls[at])
-        calls[at] += 1
-        share = found[key].share + entry.share if key in found else entry.share
-        found[key] = replace(found.get(key, entry), rank=key[0], share=share)
-    return list(found.values())
 
 
 def _several(fact: WindowFact, micros: list[int]) -> bool:

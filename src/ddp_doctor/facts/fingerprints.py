@@ -72,13 +72,6 @@ def hash_on_device(flat: Tensor) -> int:
     return zlib.crc32(repr(torch.stack(sums).tolist()).encode())
 
 
-def sum_of_squares(tensor: Tensor) -> float:
-    """The square of the norm of a tensor's own data, in 64-bit precision."""
-    with torch.no_grad():
-        blocks = tensor.detach().reshape(-1).split(BLOCK)
-        return float(sum(torch.linalg.vector_norm(block.double()) ** 2 for block in blocks))
-
-
 def projection(tensor: Tensor) -> float | None:
     """The dot product with a fixed vector, over at most `SAMPLED` evenly spaced elements.
 

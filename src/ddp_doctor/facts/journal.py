@@ -24,7 +24,7 @@ from ddp_doctor.facts.types import Facts, listed, no_facts
 MAX_BYTES = 8 << 20
 OLD = 60.0  # seconds after which a process that has ended is an earlier run's
 OLD_ELSEWHERE = 3600.0  # the same, if only its silence says so: longer than any group's timeout
-NOW = struct.Struct("<dQQB255s")  # since, optimizer steps, backwards, ended, doing
+NOW = struct.Struct("<dQB255s")  # since, optimizer steps, ended, doing
 
 
 class _File:
@@ -75,7 +75,6 @@ class Journal:
         self.problem: OSError | None = None
         self.cut = False  # whether facts did not fit
         self.steps = 0
-        self.backwards = 0
         self.text = "starting"
         self.since = time.time()
 
@@ -100,7 +99,7 @@ class Journal:
         self.since = time.time()
         if self.problem is not None or os.getpid() != self.process:
             return
-        record = NOW.pack(self.since, self.steps, self.backwards, ended, text.encode()[:255])
+        record = NOW.pack(self.since, self.steps, ended, text.encode()[:255])
         try:
             os.pwrite(self._now.number(), record, 0)
         except OSError as error:
@@ -113,7 +112,6 @@ class Status:
 
     since: float
     steps: int
-    backwards: int
     ended: bool
     doing: str
 
@@ -215,9 +213,9 @@ def status_of(path: Path) -> Status | None:
         return None
     if len(data) < NOW.size:
         return None
-    since, steps, backwards, ended, text = NOW.unpack(data[: NOW.size])
+    since, steps, ended, text = NOW.unpack(data[: NOW.size])
     doing = text.rstrip(b"\0").decode(errors="replace")
-    return Status(since, steps, backwards, bool(ended), doing)
+    return Status(since, steps, bool(ended), doing)
 
 
 def alive(pid: int) -> bool:

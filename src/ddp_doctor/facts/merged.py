@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
-from ddp_doctor.facts.copies import copies_of, joined
 from ddp_doctor.facts.journal import ProcessJournal, Status
 from ddp_doctor.facts.types import (
     ClipFact,
@@ -18,7 +17,6 @@ from ddp_doctor.facts.types import (
     EndFact,
     ErrorFact,
     Facts,
-    FsdpFact,
     Groups,
     LoaderFact,
     ProcessFact,
@@ -28,6 +26,8 @@ from ddp_doctor.facts.types import (
     WindowFact,
     WrapperFact,
 )
+
+IN_NO_MODULE = "parameter "  # how the names of such parameters begin
 
 
 @dataclass
@@ -63,29 +63,17 @@ class Rank:
         starts = self.facts["start"]
         if not starts:
             return None
-        merged = StartFact(parameters={}, values={}, shapes={}, shards={}, rows=[], constant=[])
+        merged = StartFact(parameters={}, values={}, shards={}, constant=[])
         for start in reversed(starts):
             merged["parameters"] |= start["parameters"]
             merged["values"] |= start["values"]
-            merged["shapes"] |= start["shapes"]
             merged["shards"] |= start["shards"]
             merged["constant"] += start["constant"]
-            merged["rows"] += start["rows"]
         return merged
 
     @property
     def error(self) -> ErrorFact | None:
         return self.end.get("error") if self.end else None
-
-    @property
-    def error_text(self) -> str:
-        return self.error["text"] if self.error else ""
-
-    @property
-    def backwards(self) -> int:
-        if self.totals:
-            return self.totals["backwards"]
-        return self.status.backwards if self.status else 0
 
     @property
     def steps(self) -> int:
@@ -119,6 +107,11 @@ class Window:
 
     def __iter__(self) -> Iterator[tuple[int, WindowFact]]:
         return iter(sorted(self.ranks.items()))
+
+    @property
+    def facts(self) -> list[WindowFact]:
+        """The ranks' records, in order."""
+        return [fact for _, fact in self]
 
     def snapshots(self) -> dict[int, SnapshotFact]:
         return {rank: fact["snapshot"] for rank, fact in self}
@@ -261,81 +254,90 @@ class Run:
         return any(wrapper["world"] < wrapper["of"] for wrapper in wrappers)
 
     @cached_property
-    def models_differ(self) -> bool:
-        """Whether the ranks train models of their own, or parts of one, and not replicas.
-
-        No rank has a copy of most of another one's parameters.
-        """
-        alone = [all(len(group) == 1 for group in groups) for groups in self.copies.values()]
-        return self.world > 1 and bool(alone) and 2 * sum(alone) >= len(alone)
-
-    @cached_property
     def copies(self) -> dict[str, Groups]:
         """The groups of ranks that hold copies of each parameter. Empty if it was not seen.
 
-        A wrapper around all ranks is for copies of one model, but for what it ignores and for
-        shards.
+        Ranks hold the same shard at the same place of a mesh. Of other parameters, all ranks have
+        copies or none has one: they start with the same bits, or step with the same gradient, or a
+        wrapper is around them. Bits of a constant (zeros, ones) tell nothing: such parameters are
+        copies if no other one tells the ranks apart.
         """
-        starts = {rank.rank: rank.start for rank in self.ranks if rank.start}
+        starts = [rank.start for rank in self.ranks if rank.start]
         if len(starts) < self.world:
             return {}
-        windows: dict[tuple[int, int], dict[int, WindowFact]] = {}
+        everyone, alone = [list(range(self.world))], [[rank] for rank in range(self.world)]
+        around = [wrapper for wrapper in self.wrappers if wrapper["world"] == self.world]
+        ignored = {name for wrapper in around for name in wrapper["ignored"]}
+        found: dict[str, Groups] = {}
+        constant = []
+        for name in dict.fromkeys(name for start in starts for name in start["parameters"]):
+            places = [tuple(start["shards"].get(name, ())) for start in starts]
+            if any(places):
+                of_each = sorted(set(places))
+                found[name] = [[r for r, at in enumerate(places) if at == one] for one in of_each]
+            elif around and name.split(":")[-1] not in ignored and name[:10] != IN_NO_MODULE:
+                found[name] = everyone
+            elif all(name in start["constant"] for start in starts):
+                constant.append(name)
+            else:
+                found[name] = everyone if self._alike(name, starts) else alone
+        own = any(len(groups) > 1 for groups in found.values())
+        return found | dict.fromkeys(constant, alone if own else everyone)
+
+    def _alike(self, name: str, starts: list[StartFact]) -> bool:
+        """Whether all ranks start with the same bits, or once step with the same gradient."""
+        held = {start["parameters"].get(name) for start in starts}
+        if len(held) == 1 and held != {0}:
+            return True
+        windows: dict[tuple[int, int], list[tuple[int | None, float | None]]] = {}
         for rank in self.ranks:
             for fact in rank.windows:
-                windows.setdefault((fact["n"], fact["optimizer"]), {})[rank.rank] = fact
-        found = copies_of(starts, list(windows.values()))
-        around = [wrapper for wrapper in self.wrappers if wrapper["world"] == self.world]
-        sharded = any(fact["sharded"] for rank in self.ranks for fact in rank.windows)
-        if around and not sharded and not any(start["shards"] for start in starts.values()):
-            ignored = {name for wrapper in around for name in wrapper["ignored"]}
-            whole = [list(range(self.world))]
-            found |= {name: whole for name in found if name.split(":")[-1] not in ignored}
-        return found
+                of = fact["snapshot"]
+                bits = of["hashes"].get(name), of["grads"].get(name)
+                windows.setdefault((fact["n"], fact["optimizer"]), []).append(bits)
+        return any(
+            len(found) == self.world and len(set(found)) == 1 and bool(found[0][1])
+            for found in windows.values()
+        )
 
     @cached_property
     def split(self) -> bool:
-        """Whether ranks hold different parts of a model, or models of their own."""
-        return any(len(groups) > 1 for groups in self.copies.values())
+        """Whether ranks hold different parts of a model, or models of their own.
 
-    @cached_property
-    def apart(self) -> bool:
-        """Whether ranks train parts of a model, or models of their own, without collectives."""
-        sharded = any(window.sharded for window in self.windows)
-        return self.models_differ and not sharded and not any(map(self.exchanges, self.ranks))
-
-    @cached_property
-    def readers(self) -> Groups:
-        """The groups of ranks that read the same data and split a model: tensor parallelism.
-
-        Such ranks hold different shards, exchange activations, and compute the same loss terms. The
-        ranks among which fully_shard combines gradients do not count: they need data of their own.
+        The shards of fully_shard do not count: each rank computes the gradients of all of them.
         """
-        pairs = []
-        for rank in self.ranks:
-            for group in self.exchanges(rank):
-                pairs += [(rank.rank, other) for other in group if self._share(rank.rank, other)]
-        return joined(range(self.world), pairs)
+        facts = [fact for rank in self.ranks for fact in rank.windows]
+        pieces = {name for fact in facts for name in fact["snapshot"]["pieces"]}
+        return any(len(groups) > 1 and name not in pieces for name, groups in self.copies.items())
 
-    def exchanges(self, rank: Rank) -> Groups:
-        """The groups in which a rank exchanges activations, or holds one shard of several."""
-        found = {tuple(row) for row in rank.start["rows"]} if rank.start else set()
-        for fact in rank.windows:
-            found -= {tuple(call["group"]) for call in fact["fsdp"]}
-            for call in fact["collectives"]:
-                if call.get("through_autograd") or call.get("what") == "activation":
-                    found.add(tuple(call.get("group", range(self.world))))
-        return [list(group) for group in found]
+    @cached_property
+    def exchanges(self) -> bool:
+        """Whether activations go through a collective: ranks may split a sequence, or a graph."""
+        calls = [c for rank in self.ranks for fact in rank.windows for c in fact["collectives"]]
+        return any(call["through_autograd"] or call.get("what") == "activation" for call in calls)
 
-    def _share(self, one: int, other: int) -> bool:
-        """Whether two ranks hold different parts, and compute their losses from the same data."""
-        together = all(
-            any(one in group and other in group for group in groups)
-            for groups in self.copies.values()
-        )
-        if together or not self.complete:
-            return False
-        seen = [(data_of(w.ranks[one]), data_of(w.ranks[other])) for w in self.complete]
-        return all(mine and mine == its for mine, its in seen)
+    @cached_property
+    def data(self) -> list[list[str]]:
+        """What each rank computes from, by observed step and rank. Empty if that was not seen."""
+        windows = [window for window in self.complete if window.trains]
+        seen = [[data_of(fact) for _, fact in window] for window in windows]
+        return [list(map(str, of)) for of in seen] if all(all(of) for of in seen) else []
+
+    @cached_property
+    def same_data(self) -> Groups:
+        """The groups of ranks that compute from equal data in every observed step, if it is known.
+
+        A rank with data of its own is a group.
+        """
+        by_rank = list(zip(*self.data, strict=True))
+        first = [by_rank.index(mine) for mine in by_rank]
+        return [[rank for rank, of in enumerate(first) if of == one] for one in sorted(set(first))]
+
+    @property
+    def weighed(self) -> bool:
+        """Whether each rank has the loss of its own samples, and not a part of a common one."""
+        parts = self.exchanges and len(self.same_data) not in (0, self.world)
+        return not self.split and not parts
 
     @cached_property
     def steps(self) -> int:
@@ -349,7 +351,7 @@ class Run:
             found.append(f"rank {', '.join(map(str, self.missing))} has no journal in this folder")
         for rank in self.ranks:
             if rank.error is not None:
-                text = (rank.error_text.splitlines() or ["no message"])[0]
+                text = (rank.error["text"].splitlines() or ["no message"])[0]
                 at = f" at {rank.error['place']}" if rank.error["place"] else ""
                 found.append(f"rank {rank.rank} ended with {rank.error['type']}: {text}{at}")
             elif rank.facts["failed"]:
@@ -398,7 +400,7 @@ class Run:
         return next((loader for rank in self.ranks for loader in rank.facts["loader"]), None)
 
 
-def so_far(fact: ClipFact | CollectiveFact | FsdpFact, window: Window) -> int:
+def so_far(fact: ClipFact | CollectiveFact, window: Window) -> int:
     """How many of a window's backwards had run when a clip or a collective was called."""
     return fact["backwards"].get(str(window.optimizer), 0)
 

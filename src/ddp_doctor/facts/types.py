@@ -100,7 +100,6 @@ class CollectiveFact(TypedDict):
     through_autograd: bool
     in_backward: bool
     group: NotRequired[list[int]]  # unless all ranks take part
-    reduce: NotRequired[str]
     shape: NotRequired[list[int]]
     numel: NotRequired[int]
     what: NotRequired[str]  # gradient, flat, like a gradient, parameter, loss, activation, other
@@ -110,28 +109,7 @@ class CollectiveFact(TypedDict):
     needed: NotRequired[bool]  # whether a later backward came through it
 
 
-class FsdpFact(TypedDict):
-    """A collective of fully_shard in backward."""
-
-    op: str
-    reduce: str
-    group: list[int]
-    backwards: dict[str, int]
-
-
-class ReducedFact(TypedDict):
-    """A gradient that the script has sent through a reduction of its own. All are projections."""
-
-    sent: float
-    got: float | None  # this rank's piece of what came back; None if it was not seen
-    local: float | None  # what backward has computed on this rank by the end of the step
-    pieces: int  # how many ranks have one of what came back
-    times: int  # how often it was sent in this step
-    whole: bool  # whether each time it was what backward had computed since it was cleared
-
-
 class ForwardFact(TypedDict):
-    wrapper: int
     sync: bool
     place: str
 
@@ -160,22 +138,13 @@ class ReplicaFact(ParametersFact):
 class StartFact(ParametersFact):
     """An optimizer's parameters before its first step."""
 
-    shapes: dict[str, list[int]]
     shards: dict[str, list[int]]
-    rows: list[list[int]]  # ranks that hold all shards of a parameter together
     constant: list[str]
-
-
-class StaleFact(TypedDict):
-    """How many parameters got gradients that are in no optimizer."""
-
-    outside: int
 
 
 class ChangeFact(TypedDict):
     name: str
     how: str
-    wrapper: int
 
 
 class StepFact(TypedDict):
@@ -186,19 +155,13 @@ class StepFact(TypedDict):
     collectives: list[CollectiveFact]
     forwards: list[ForwardFact]
     inputs: list[list[list[Any]]]  # of each forward and tensor: hash, size, shape
-    fsdp: list[FsdpFact]
     dropped: list[DroppedFact]
     random: list[int]  # hashes of the generators' states
     dropout: int
-    sharded: bool
-    dtensors: bool
     step_place: str
     stepped_in_backward: NotRequired[str]
     combined_in_step: NotRequired[str]  # where the optimizer's own step combines gradients
-    reduced: NotRequired[dict[str, ReducedFact]]
-    unread: NotRequired[str]  # where something else was reduced that is as large as gradients
-    handed: NotRequired[float | None]  # what the optimizer's pieces are of what came back
-    rescaled: NotRequired[float]  # the factor of all gradients since they were combined
+    waiting: NotRequired[int]  # gradients that fully_shard keeps for a later backward
 
 
 class WindowFact(StepFact):
@@ -211,19 +174,13 @@ class WindowFact(StepFact):
     snapshot: SnapshotFact
     left: Projections | None  # what the last backward left in `.grad`
     after: ReplicaFact
-    stale: StaleFact
+    outside: int  # parameters with gradients that are in no optimizer
     changed: list[ChangeFact]
     gone: list[int]
     cut: bool
     batch_norms: int
     world: int
-
-
-class OpenFact(StepFact):
-    """The step that had not ended when the process did."""
-
-    n: int
-    backwards: list[BackwardFact]
+    sharded: bool  # whether a parameter is a DTensor
 
 
 class ProcessFact(TypedDict):
@@ -310,8 +267,6 @@ class ScheduleFact(TypedDict):
 
 class TotalsFact(TypedDict):
     steps: dict[str, int]
-    backwards: int
-    collectives: dict[str, int]
     starts: dict[str, int]  # by step: a checksum of some parameters
 
 
@@ -355,7 +310,6 @@ class Facts(TypedDict):
     start: list[StartFact]
     settings: list[SettingsFact]
     window: list[WindowFact]
-    open: list[OpenFact]
     sampler: list[SamplerFact]
     loader: list[LoaderFact]
     batch: list[BatchFact]
@@ -398,11 +352,8 @@ def nothing_yet() -> StepFact:
         "collectives": [],
         "forwards": [],
         "inputs": [],
-        "fsdp": [],
         "dropped": [],
         "random": [],
         "dropout": 0,
-        "sharded": False,
-        "dtensors": False,
         "step_place": "",
     }

@@ -4,6 +4,7 @@ A hook on a parameter sees the *local* gradient, before any wrapper or all-reduc
 hooks are registered when an observed backward begins and removed when it ends.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -15,9 +16,9 @@ from ddp_doctor.facts.fingerprints import dense, projection
 from ddp_doctor.facts.places import call, place
 from ddp_doctor.facts.types import uneven
 from ddp_doctor.observe import losses
-from ddp_doctor.observe.patching import Patches
+from ddp_doctor.observe.patching import Args, Kwargs, Patches
 from ddp_doctor.observe.random_numbers import note_state
-from ddp_doctor.observe.recorder import REDUCED, Recorder, ranks
+from ddp_doctor.observe.recorder import REDUCED, Recorder
 from ddp_doctor.observe.states import Backward, OptimizerState
 
 MAX_NODES = 20_000
@@ -42,15 +43,13 @@ class _Backwards:
         # By parameter with hooks: its gradient before them, and how many collectives there were.
         self.early: dict[int, tuple[float | None, int]] = {}
 
-    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, args: Args, kwargs: Kwargs) -> Any:
         """Returns the record of this backward, and the nodes that it starts from."""
         recorder, session = self.recorder, self.recorder.session
         recorder.in_backward += 1
         if recorder.in_backward > 1:
             return None
         recorder.backward_count += 1
-        if session.journal is not None:
-            session.journal.backwards += 1
         at = place() if recorder.on else ""
         session.set_status(f"backward at {at}" if at else "backward")
         record: Backward = {"place": at, "reached": set()}
@@ -69,18 +68,8 @@ class _Backwards:
             if root.numel() == 1 and root.device.type != "meta"
         ]
         nodes = [root.grad_fn for root in roots]
-        if ranks() > 1 and not recorder.wrappers:
-            self._find_others(nodes)
         self._watch(record)
         return record, nodes
-
-    def _find_others(self, nodes: list[Any]) -> None:
-        """Leaves of this graph that no optimizer holds: it may step pieces of them."""
-        known = self.recorder.known_parameters()
-        for node in _nodes(nodes):
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
-                self.recorder.others[id(leaf)] = leaf
 
     def _watch(self, record: Backward) -> None:
         """Look at every gradient and every loss term that this backward will reach."""
@@ -92,21 +81,15 @@ class _Backwards:
         for parameter in parameters:
             if parameter.requires_grad and parameter.is_leaf:
                 self._hook(parameter, record)
-        known = {id(parameter) for parameter in parameters}
-        for leaf in list(recorder.others.values()):
-            if id(leaf) not in known:
-                self._hook(leaf, None)
         shards = any(hasattr(parameter, "placements") for parameter in parameters)
         self.record = record
         if shards and not self.sees_fsdp:
             self.sees_fsdp = True
             self._see_fsdp()
-        recorder.window["sharded"] = recorder.names.sharded() or shards
-        recorder.window["dtensors"] = shards
         for term in recorder.terms:
             term |= {"hits": 0.0, "hit": False}
 
-    def _hook(self, leaf: Tensor, record: Backward | None) -> None:
+    def _hook(self, leaf: Tensor, record: Backward) -> None:
         """Look at a gradient after the script's own hooks, and before one that combines ranks."""
         hooks: Any = leaf._backward_hooks
         own = list(hooks.items()) if hooks else []
@@ -137,7 +120,7 @@ class _Backwards:
         group: Any = file.FSDPParamGroup
         self.patches.observe(group, "post_backward", self.gather_local, self.keep_local)
 
-    def gather_local(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def gather_local(self, args: Args, kwargs: Kwargs) -> None:
         """fully_shard is about to reduce the gradients of a group, or to keep them for later."""
         recorder, record = self.recorder, self.record
         for parameter, value in _whole(args[0]) if record is not None and recorder.on else ():
@@ -151,9 +134,7 @@ class _Backwards:
             if record is not None:
                 record["reached"].add(key)
 
-    def keep_local(
-        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def keep_local(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         """What fully_shard has kept will be there again after the next backward."""
         if self.recorder.on:
             kept = {id(parameter): value for parameter, value in _whole(args[0]) if value}
@@ -166,34 +147,32 @@ class _Backwards:
         if used and grad is not None and used == projection(grad):
             self.recorder.leftover.add(id(parameter))
 
-    def _look(self, parameter: Tensor, record: Backward | None, gradient: Tensor | None) -> None:
+    def _look(self, parameter: Tensor, record: Backward, gradient: Tensor | None) -> None:
         """A local gradient has arrived: add it up, and see what it is added to.
 
-        `record`: None for a parameter that no optimizer holds. `gradient`: None if a function of
-        the script's own returned none.
+        `gradient`: None if a function of the script's own returned none.
         """
         if gradient is None:
             return
         recorder, key = self.recorder, id(parameter)
-        if record is not None:
-            record["reached"].add(key)
+        record["reached"].add(key)
         value = projection(gradient)
         early, calls = self.early.pop(key, (value, self._collectives()))
         if calls != self._collectives():
             value = early  # a hook of the script's own has combined the ranks
         if value is None:
             return
-        if getattr(parameter, "_is_flat_param", False):
-            recorder.arrived[key] = gradient.detach()
         grad = parameter.grad
         own = None if grad is None else dense(grad)
         fresh = grad is None or own is None or (grad.layout == torch.strided and not own.any())
         before = 0.0 if fresh else recorder.local.get(key, 0.0)
-        if not fresh and record is not None:
+        if not fresh:
             self._note_leftover(parameter)
+        elif any(key in one.get("reached", ()) for one in recorder.all_backwards()):
+            before = math.nan  # the script keeps what an earlier backward of this step has computed
         recorder.local[key] = before + value
 
-    def after(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         recorder = self.recorder
         recorder.in_backward -= 1
         if recorder.in_backward or token is None:
@@ -244,7 +223,6 @@ class _Backwards:
         for handle in self.recorder.hooks:
             handle.remove()
         self.recorder.hooks = []
-        self.recorder.arrived.clear()
 
 
 def _whole(group: Any) -> Iterator[tuple[Tensor, float]]:
@@ -255,7 +233,7 @@ def _whole(group: Any) -> Iterator[tuple[Tensor, float]]:
         yield one.sharded_param, sum(projection(part) or 0.0 for part in parts if part is not None)
 
 
-def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _roots(args: Args, kwargs: Kwargs) -> list[Tensor]:
     first = args[0] if args else kwargs.get("tensors")
     if isinstance(first, Tensor):
         return [first]
@@ -264,7 +242,7 @@ def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return []
 
 
-def _retains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _retains(args: Args, kwargs: Kwargs) -> bool:
     """Whether this backward keeps its graph, so that another one can run through it."""
     given = {**dict(zip(("retain_graph", "create_graph"), args[2:4], strict=False)), **kwargs}
     return bool(given.get("retain_graph") or given.get("create_graph"))

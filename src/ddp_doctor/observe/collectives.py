@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 
 from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import CALLS, REDUCTIONS, CollectiveFact
-from ddp_doctor.observe.patching import Patches
+from ddp_doctor.observe.patching import Args, Kwargs, Patches
 from ddp_doctor.observe.recorder import Recorder
-from ddp_doctor.observe.reductions import Reductions
 
 MAX_PER_WINDOW = 300
 AUTOGRAD = (  # functional collectives that carry gradients
@@ -26,12 +25,15 @@ AUTOGRAD = (  # functional collectives that carry gradients
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
+    if not dist.is_available():
+        return
     calls = _Calls(recorder)
+    for owner in (distributed_c10d, dist, device_mesh):
+        patches.observe(owner, "init_process_group", calls.joining, calls.joined)
+        patches.observe(owner, "destroy_process_group", calls.leaving, calls.left)
     for name in AUTOGRAD:
         before = calls.enter(name)
         patches.observe(functional, name, before, calls.leave, failed=calls.abandoned)
-    if dist.is_available():
-        patches.observe(dist.Work, "wait", after=calls.waited)
     for name in CALLS:
         before = calls.enter(name)
         shared = getattr(dist, name, None) is getattr(distributed_c10d, name, None)
@@ -56,15 +58,32 @@ class _Calls:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.reductions = Reductions(recorder)
         self.depth = 0
         self.found: dict[Any, What] = {}  # which gradient or parameter is where,
         self.moment = [0, 0]  # as of this step and this backward
 
+    def joining(self, args: Args, kwargs: Kwargs) -> None:
+        """A process group is about to be made, or has been (`joined`)."""
+        self.recorder.session.open()
+        self.recorder.grouped = False
+        self.recorder.session.set_status(f"init_process_group at {place()}")
+
+    def joined(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
+        self.recorder.open()
+        self.recorder.session.set_status("running")
+
+    def leaving(self, args: Args, kwargs: Kwargs) -> None:
+        """A process group is about to be destroyed, or has been (`left`)."""
+        self.recorder.session.set_status(f"destroy_process_group at {place()}")
+
+    def left(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
+        self.recorder.grouped = dist.is_initialized()  # False unless it was another group
+        self.recorder.session.set_status("running")
+
     def enter(self, name: str) -> Any:
         recorder, session = self.recorder, self.recorder.session
 
-        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(args: Args, kwargs: Kwargs) -> Any:
             """Returns what the process was doing: a wrapper's backward goes on doing it."""
             self.depth += 1
             if self.depth > 1:
@@ -76,12 +95,9 @@ class _Calls:
             shape = "" if tensor is None else f" of shape {list(tensor.shape)}"
             session.set_status(f"{name}{shape} at {at}")
             recorder.collective_counts[name] = recorder.collective_counts.get(name, 0) + 1
-            what = self.note(name, at, tensor, args, kwargs) if recorder.on else {}
-            look = recorder.on and recorder.backward_count and not _by_fsdp()
-            sent = self.reductions.before(name, args, kwargs) if look else None
-            if sent is not None and recorder.in_step:
-                recorder.combined_in_step(at)
-            return doing, what, sent
+            if recorder.on:
+                self.note(name, at, tensor, args, kwargs)
+            return doing
 
         return before
 
@@ -90,61 +106,43 @@ class _Calls:
         name: str,
         at: str,
         tensor: Tensor | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> What:
-        """Write a call down. Returns which gradients it combines, if it does."""
+        args: Args,
+        kwargs: Kwargs,
+    ) -> None:
+        """Write a call down."""
         recorder = self.recorder
         group = _ranks_of(args, kwargs)
-        recorder.in_groups |= group is not None
-        by_fsdp = _by_fsdp()
-        if name in REDUCTIONS and recorder.in_backward and by_fsdp:
-            recorder.note_fsdp(name, _operator(name, args, kwargs), group)
         room = len(recorder.window["collectives"]) < MAX_PER_WINDOW
         reduces = name in REDUCTIONS and recorder.expects_own_reduction()
         what: What = self.what(tensor) if tensor is not None and (room or reduces) else {}
-        reduced: What = what if reduces and what.get("what") in ("gradient", "flat") else {}
-        if reduced:
+        of_gradients = what.get("what") in ("gradient", "flat", "like a gradient")
+        if recorder.in_step and name in REDUCTIONS and (of_gradients or "scatter" in name):
+            recorder.combined_in_step(at)
+        if reduces and what.get("what") in ("gradient", "flat"):
             recorder.before_own_reduction(what.get("optimizer"), what.get("name", ""))
         if not room:
-            return reduced
+            return
         fact = CollectiveFact(
             op=name,
             place=at,
             backwards=recorder.so_far(),
-            through_autograd=name in AUTOGRAD or (not by_fsdp and _in_autograd_function()),
+            through_autograd=name in AUTOGRAD or (not _by_fsdp() and _in_autograd_function()),
             in_backward=recorder.in_backward > 0,
         )
         fact.update(what)  # type: ignore[typeddict-item]
         if group is not None:
             fact["group"] = group
-        if name == "all_reduce":
-            fact["reduce"] = _operator(name, args, kwargs)
         if tensor is not None:
             fact["shape"], fact["numel"] = list(tensor.shape)[:6], tensor.numel()
         carries = fact.get("what") in ("loss", "activation")
         if carries and tensor is not None and tensor.grad_fn is not None:
             recorder.mark_reduced_loss(tensor.grad_fn, fact)
         recorder.window["collectives"].append(fact)
-        return reduced
 
-    def leave(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def leave(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         self.depth -= 1
         if self.depth == 0:
-            doing, reduced, sent = token or (None, {}, None)
-            if sent is not None:
-                self.reductions.after(sent, result)
-            if reduced:
-                waits = result is None  # otherwise the result is not there yet
-                self.recorder.after_own_reduction(reduced, waits)
-            self.recorder.session.set_status(doing or "running")
-
-    def waited(
-        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """The script has waited for a call that went on."""
-        if self.reductions.running:
-            self.reductions.waited(args[0])
+            self.recorder.session.set_status(token or "running")
 
     def abandoned(self, error: BaseException) -> None:
         self.depth = max(0, self.depth - 1)
@@ -203,26 +201,20 @@ def _key(tensor: Tensor) -> Any:
     return (tensor.data_ptr() if readable else 0) or ("itself", id(tensor))
 
 
-def _tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _tensor(args: Args, kwargs: Kwargs) -> Tensor | None:
     for value in (*reversed(args[:2]), *kwargs.values()):
         if isinstance(value, Tensor):
             return value
     return None
 
 
-def _ranks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
+def _ranks_of(args: Args, kwargs: Kwargs) -> list[int] | None:
     """The ranks that take part; None if all do."""
     groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
     if not groups or groups[0] is dist.group.WORLD:
         return None
     ranks = dist.get_process_group_ranks(groups[0])
     return sorted(ranks) if len(ranks) < dist.get_world_size() else None
-
-
-def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    at = 1 if name == "all_reduce" else 2
-    operator = kwargs.get("op", args[at] if len(args) > at else None)
-    return "sum" if operator is None else str(operator).split(".")[-1].lower()
 
 
 def _by_fsdp() -> bool:

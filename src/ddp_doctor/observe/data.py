@@ -1,6 +1,5 @@
 """Samplers, loaders and data sets: who gets which rows, in which order, in which epoch."""
 
-import math
 import zlib
 from collections import Counter
 from typing import Any
@@ -13,7 +12,7 @@ from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import BatchFact, LoaderFact, SamplerFact
-from ddp_doctor.observe.patching import Patches
+from ddp_doctor.observe.patching import Args, Kwargs, Patches
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.observe.states import Numbers
 
@@ -41,9 +40,7 @@ class _Data:
         self.described: set[int] = set()  # loaders
         self.rows: dict[int, int] = {}  # by iterator; a batch without rows counts as one
 
-    def sampled(
-        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def sampled(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         """A sampler begins an epoch."""
         sampler = args[0]
         number = self.samplers.of(sampler)
@@ -63,7 +60,7 @@ class _Data:
         )
         self.session.write("sampler", **fact)
 
-    def iterated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def iterated(self, args: Args, kwargs: Kwargs) -> None:
         """A loader is about to be read: the first time, say what it is."""
         loader = args[0]
         number = self.loaders.of(loader)
@@ -84,12 +81,10 @@ class _Data:
         )
         self.session.write("loader", **fact)
 
-    def waiting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def waiting(self, args: Args, kwargs: Kwargs) -> None:
         self.session.set_status("waiting for the data loader")
 
-    def delivered(
-        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def delivered(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         """A loader has returned a batch."""
         self.session.set_status("running")
         if not torch.is_grad_enabled():
@@ -131,11 +126,10 @@ def _sharded(loader: Any) -> bool:
 
 
 def _replicas(loader: Any) -> int | None:
-    """Into how many parts the samplers cut the data, one after the other; None without such."""
+    """Into how many parts a sampler cuts the data; None without such a one."""
     own = [getattr(one, "__dict__", {}) for one in _samplers(loader)]  # of none that it wraps
     parts = [one.get("num_replicas", one.get("num_processes")) for one in own]
-    known = [number for number in parts if isinstance(number, int)]
-    return math.prod(known) if known else None
+    return max((number for number in parts if isinstance(number, int)), default=None)
 
 
 def _length(dataset: Any) -> int | None:

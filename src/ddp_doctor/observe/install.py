@@ -6,25 +6,19 @@ write per collective, backward, and batch; and a checksum of a few parameters.
 
 from ddp_doctor.observe import (
     backward,
-    clipping,
     collectives,
     data,
-    groups,
     losses,
     optimizers,
     random_numbers,
-    scaler,
-    schedulers,
+    updates,
     wrappers,
 )
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.observe.session import Session
 
-PARTS = (
-    *(groups, collectives, wrappers, optimizers, losses, backward, clipping, scaler, schedulers),
-    *(data, random_numbers),
-)
+PARTS = (collectives, wrappers, optimizers, losses, backward, updates, data, random_numbers)
 
 
 def install(session: Session) -> Patches:

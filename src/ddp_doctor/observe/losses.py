@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import expression, operand, place
 from ddp_doctor.facts.types import ScalingFact, TermFact
-from ddp_doctor.observe.patching import Patches
-from ddp_doctor.observe.recorder import Recorder
+from ddp_doctor.observe.patching import Args, Kwargs, Patches
+from ddp_doctor.observe.recorder import Recorder, ranks
 
 FUNCTIONS = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -65,7 +65,7 @@ class _Terms:
     def on(self) -> bool:
         return self.recorder.on and not self.recorder.session.over
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def enter(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether this loss function was not called by another one."""
         self.depth += 1
         return self.depth == 1
@@ -73,9 +73,7 @@ class _Terms:
     def abandoned(self, error: BaseException) -> None:
         self.depth = max(0, self.depth - 1)
 
-    def loss(
-        self, name: str, first: bool, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def loss(self, name: str, first: bool, result: Any, args: Args, kwargs: Kwargs) -> None:
         """A loss function has returned."""
         self.depth = max(0, self.depth - 1)
         if not first or not self.on():
@@ -84,9 +82,7 @@ class _Terms:
             at = place(sys._getframe(1))
             self.watch(_counted(name, args, kwargs) | {"place": at, "loss": True}, result)
 
-    def reduced(
-        self, kind: str, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def reduced(self, kind: str, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         """A sum or a mean has returned: a loss, if it is a number."""
         source = args[0] if args else kwargs.get("input")
         if (
@@ -132,10 +128,10 @@ class _Terms:
         reflected: bool,
         token: Any,
         result: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> None:
-        """A number with a gradient was multiplied or divided by one without."""
+        """A tensor with a gradient was multiplied or divided by a number without."""
         window = self.recorder.window
         if self.depth or len(args) < 2 or self.recorder.in_backward:
             return
@@ -144,17 +140,24 @@ class _Terms:
             loss, other, left = other, loss, not left
             if sign == "/":
                 return
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(result, Tensor):
+        if not isinstance(loss, Tensor) or not isinstance(result, Tensor):
             return
         value = _number(other)
         if value is None or not result.requires_grad or len(window["scaling"]) >= 100:
             return
+        if loss.numel() != 1 and value not in self.by_world:
+            return  # of losses that are no number yet, only a factor of the ranks is of interest
         frame = sys._getframe(1)
-        text = expression(frame)
-        fact = ScalingFact(
-            op=sign, value=value, text=text, operand=operand(text, left), place=place(frame)
-        )
+        at, text = place(frame), expression(frame)
+        if loss.numel() != 1 and any(one["place"] == at for one in window["scaling"]):
+            return
+        fact = ScalingFact(op=sign, value=value, text=text, operand=operand(text, left), place=at)
         window["scaling"].append(fact)
+
+    @property
+    def by_world(self) -> tuple[float, ...]:
+        """The factors by which a loss depends on the number of ranks; none with one rank."""
+        return (float(ranks()), 1 / ranks()) if ranks() > 1 else ()
 
 
 def _arrived(term: dict[str, Any], gradient: Tensor | None) -> None:
@@ -190,7 +193,7 @@ def fact_of(term: dict[str, Any]) -> TermFact:
     return cast(TermFact, kept | {"factor": term["hits"]})
 
 
-def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _counted(name: str, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """How many items a loss function counts, from its arguments."""
     values = dict(zip(_parameters(name), args, strict=False)) | kwargs
     reduction = values.get("reduction", "mean")

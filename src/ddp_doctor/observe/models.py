@@ -1,7 +1,6 @@
 """The user's modules: names of parameters, buffers, and how the model is split."""
 
 import gc
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,6 @@ class Names:
     def __init__(self) -> None:
         self._root: weakref.ref[nn.Module] | None = None
         self._names = WeakIdKeyDictionary()  # empty: searched for, and in no module
-        self._flat: bool | None = None
 
     def of(self, parameters: Sequence[Tensor], wrappers: Sequence[WrapperState]) -> list[str]:
         """A name per parameter. The first call for new parameters searches the live modules."""
@@ -64,17 +62,6 @@ class Names:
             for name, buffer in module.named_buffers(recurse=False)
             if name not in module._non_persistent_buffers_set
         ]
-
-    def sharded(self) -> bool:
-        """Whether a module of this process shards plain parameters (FullyShardedDataParallel)."""
-        if "torch.distributed.fsdp.fully_sharded_data_parallel" not in sys.modules:
-            return False
-        if self._flat is None:
-            self._flat = any(
-                type(candidate).__name__ == "FullyShardedDataParallel"
-                for candidate in gc.get_objects()
-            )
-        return self._flat
 
     def batch_norms(self, wrappers: Sequence[WrapperState]) -> int:
         """How many layers with torch's own forward train on the statistics of this rank alone."""

@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
 from ddp_doctor.facts.fingerprints import projection
 from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import DroppedFact
-from ddp_doctor.observe.patching import Patches
+from ddp_doctor.observe.patching import Args, Kwargs, Patches
 from ddp_doctor.observe.recorder import MAX_PARAMETERS, Recorder
 from ddp_doctor.observe.states import OptimizerState
 
@@ -38,7 +38,7 @@ class _Steps:
             guard(self._update),
         )
 
-    def made(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def made(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         self.recorder.add_optimizer(args[0])
 
     def step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -93,13 +93,13 @@ class _Steps:
             grad = parameter.grad
             recorder.used[id(parameter)] = None if grad is None else projection(grad)
 
-    def cleared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def cleared(self, args: Args, kwargs: Kwargs) -> None:
         """An optimizer has cleared its gradients."""
         state = self.recorder.optimizers.get(id(args[0]))
         if state is not None:
             self._forget(state)
 
-    def module_cleared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def module_cleared(self, args: Args, kwargs: Kwargs) -> None:
         """A module has cleared its gradients."""
         inside = {id(parameter) for parameter in args[0].parameters()}
         for state in self.recorder.optimizers.values():

@@ -9,6 +9,8 @@ from torch.jit import _builtins
 
 Before = Callable[..., Any]
 After = Callable[..., None]
+Args = tuple[Any, ...]  # of a call that is observed
+Kwargs = dict[str, Any]
 # TorchScript's table holds their ids. They are kept, so that no other object gets one of these.
 _REGISTERED: list[Any] = []
 

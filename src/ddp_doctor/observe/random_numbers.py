@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from ddp_doctor.facts.fingerprints import checksum
-from ddp_doctor.observe.patching import Patches
+from ddp_doctor.observe.patching import Args, Kwargs, Patches
 from ddp_doctor.observe.recorder import Recorder
 
 
@@ -25,7 +25,7 @@ def _state() -> int:
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    def dropped(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def dropped(token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         if not recorder.on:
             return
         probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)

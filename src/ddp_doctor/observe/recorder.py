@@ -8,32 +8,20 @@ gradients that the optimizer saw. Observed windows are written to the journal, a
 
 import math
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from ddp_doctor.facts.containers import transforming
-from ddp_doctor.facts.fingerprints import (
-    checksum,
-    dense,
-    piece_of,
-    projection,
-    projection_of,
-    sum_of_squares,
-)
-from ddp_doctor.facts.places import place
+from ddp_doctor.facts.fingerprints import checksum, dense, piece_of, projection
 from ddp_doctor.facts.types import (
     CollectiveFact,
-    FsdpFact,
     GroupFact,
-    OpenFact,
     OptimizerFact,
     ParametersFact,
     Projections,
     ReplicaFact,
     SettingsFact,
-    StaleFact,
     StartFact,
     TotalsFact,
     WindowFact,
@@ -71,12 +59,6 @@ class Recorder:
         self.in_step: list[int] = []
         self.made = 0
         self.local: dict[int, float] = {}
-        # Leaves of the graph that no optimizer holds, as where it steps pieces of a flat tensor.
-        self.others: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self.outputs: list[tuple[int, float, float]] = []  # of this step's own reductions
-        # FSDP1 takes the whole gradient of its flat parameter away before it reduces it.
-        self.arrived: dict[int, Tensor] = {}
-        self.keys_of_reduced: dict[str, int] = {}  # ids of the parameters in the window's `reduced`
         self.by_fsdp: set[int] = set()  # parameters whose whole local gradient fully_shard has had
         self.waiting: dict[int, float] = {}  # of a whole gradient that fully_shard has not reduced
         self.used: dict[int, float | None] = {}  # gradients right after the step that used them
@@ -84,7 +66,6 @@ class Recorder:
         self.collective_counts: dict[str, int] = {}
         self.scales = 1.0
         self.grouped = False
-        self.in_groups = False  # whether a collective was for a part of the ranks only
         self.terms_made = 0
         self.losses_made = 0
         self.hooks: list[Any] = []
@@ -92,8 +73,6 @@ class Recorder:
 
     def _clear(self) -> None:
         self.window = nothing_yet()
-        self.outputs.clear()
-        self.keys_of_reduced.clear()
         self.terms: list[dict[str, Any]] = []
         self.reduced_losses: dict[int, CollectiveFact] = {}  # their collectives, by number
 
@@ -124,10 +103,6 @@ class Recorder:
             module = wrapper.module()
             listed += [] if module is None else module.parameters()
         return {id(each): each for each in listed if isinstance(each, Tensor)}
-
-    def all_trained(self) -> list[Tensor]:
-        """All parameters whose local gradients are seen."""
-        return list(({**self.others} | self.known_parameters()).values())
 
     def add_optimizer(self, optimizer: Any) -> OptimizerState:
         state = self.optimizers.get(id(optimizer))
@@ -166,7 +141,8 @@ class Recorder:
             snapshot["hashes"][name] = checksum(parameter.grad)
             if id(parameter) in self.by_fsdp and (piece := piece_of(parameter)) is not None:
                 snapshot["pieces"][name] = piece[1]
-            snapshot["local"][name] = self.local.get(id(parameter))
+            local = self.local.get(id(parameter))
+            snapshot["local"][name] = None if local is None or math.isnan(local) else local
 
     def scale_of_gradients(self) -> float:
         """The GradScaler's factor, unless gradients that wait for a step were unscaled."""
@@ -185,8 +161,6 @@ class Recorder:
 
         A snapshot that was taken before, by `unscale_` or a clip, is of local gradients.
         """
-        if self.in_step:
-            self.combined_in_step(place())
         for state in self.optimizers.values():
             if optimizer in (None, state.index):
                 state.snapshot = None
@@ -211,13 +185,6 @@ class Recorder:
         self.reduced_losses[self.losses_made] = fact
         node.metadata[REDUCED] = self.losses_made
 
-    def note_fsdp(self, name: str, operator: str, group: list[int] | None) -> None:
-        """fully_shard combines gradients in this backward."""
-        together = list(range(ranks())) if group is None else group
-        call = FsdpFact(op=name, reduce=operator, group=together, backwards=self.so_far())
-        if call not in self.window["fsdp"]:
-            self.window["fsdp"].append(call)
-
     def holds_local_gradients(self, state: OptimizerState) -> bool:
         """Whether there is a gradient that the script has not combined itself."""
         return any(
@@ -231,8 +198,6 @@ class Recorder:
 
     def note_gradients(self, state: OptimizerState) -> None:
         """What backward left in `.grad`: whatever differs at the update, the script changed."""
-        if self.window["sharded"] or self.in_groups:
-            state.squares = self._squares(state)
         state.left = _rounded(
             {
                 name: projection(parameter.grad)
@@ -240,39 +205,6 @@ class Recorder:
                 if parameter.grad is not None
             }
         )
-
-    def _squares(self, state: OptimizerState) -> dict[str, float]:
-        """The squared norm of each gradient, or of this rank's shard of it."""
-        held = [(name, parameter.grad) for name, parameter in self.parameters_of(state)]
-        own = [(name, dense(grad)) for name, grad in held if grad is not None]
-        return {
-            name: sum_of_squares(grad)
-            for name, grad in own
-            if grad is not None and grad.is_floating_point()
-        }
-
-    def after_own_reduction(self, reduced: dict[str, Any], done: bool) -> None:
-        """A collective has combined gradients: one by name, or all. Not `done`: it goes on."""
-        for state in self.optimizers.values():
-            if state.squares is None or state.index != reduced.get("optimizer", state.index):
-                continue
-            name = reduced.get("name")
-            if not name or not done:
-                state.squares = None
-                continue
-            grads = [p.grad for its, p in self.parameters_of(state) if its == name]
-            if grads and grads[0] is not None and (own := dense(grads[0])) is not None:
-                state.squares[name] = sum_of_squares(own)
-
-    def _note_rescaling(self, state: OptimizerState) -> None:
-        """The factor that all gradients of this rank have received since they were combined.
-
-        None if they have not received the same one.
-        """
-        before, now = state.squares or {}, self._squares(state)
-        factors = [math.sqrt(now[name] / square) for name, square in before.items() if square > 0]
-        if factors and all(abs(f - factors[0]) <= 1e-3 * factors[0] for f in factors):
-            self.window["rescaled"] = factors[0]
 
     def _note_start(self, state: OptimizerState) -> None:
         """A checksum of a few parameters' bits at every step, left on their device.
@@ -299,63 +231,12 @@ class Recorder:
         self._note_start(state)
         if not self.on:
             return
-        if self.wrappers and self._steps_own_shards(state):
-            self.window["sharded"] = True
         self.take_snapshot(state)
-        if self.outputs and "handed" not in self.window:
-            self.window["handed"] = self._handed(state)
-        if state.squares is not None:
-            self._note_rescaling(state)
+        if held := {id(p) for p in state.parameters()} & self.waiting.keys():
+            self.window["waiting"] = len(held)
         if "start" not in state.done:
             state.done.add("start")
             self.session.write("start", **self._held(state))
-
-    def _handed(self, state: OptimizerState) -> float | None:
-        """What the optimizer's gradients are, times what the script's reductions have returned.
-
-        None if one of them is something else.
-        """
-        found = []
-        in_pieces = {
-            self.keys_of_reduced[name]
-            for name, reduced in self.window.get("reduced", {}).items()
-            if reduced["pieces"] > 1
-        }
-        for _, parameter in self.parameters_of(state):
-            grad = None if parameter.grad is None else dense(parameter.grad)
-            if grad is None or (id(parameter) in self.local and id(parameter) not in in_pieces):
-                continue  # what backward computed is compared with what is there now
-            flat = grad.reshape(-1)
-            ours = projection_of(flat, 0, len(flat)), sum_of_squares(flat)
-            factors = [
-                ours[0] / its
-                for size, its, square in self.outputs
-                if size == len(flat) and its and square
-                if math.isclose(ours[0] / its, math.sqrt(ours[1] / square), rel_tol=1e-2)
-            ]
-            found.append(factors[-1] if factors else 0.0)
-        alike = found and all(math.isclose(f, found[0], rel_tol=1e-2) for f in found)
-        return found[0] if alike and found[0] else None
-
-    def _steps_own_shards(self, state: OptimizerState) -> bool:
-        """Whether its parameters are in no module, and no optimizer holds those of a wrapper.
-
-        DeepSpeed's and Megatron's optimizers step flat pieces of the model, a different one on each
-        rank. A single raw tensor with an optimizer of its own is another case.
-        """
-        named = self.parameters_of(state)
-        if not all(
-            name.startswith("parameter ") and parameter.grad is not None
-            for name, parameter in named
-        ):
-            return False
-        modules = [module for wrapper in self.wrappers if (module := wrapper.module()) is not None]
-        wrapped = {id(parameter) for module in modules for parameter in module.parameters()}
-        return not any(
-            id(parameter) in wrapped
-            for state in self.optimizers.values()
-            for parameter in state.parameters()
-        )
 
     def after_update(self, state: OptimizerState) -> None:
         """The optimizer has stepped: close the window."""
@@ -397,9 +278,6 @@ class Recorder:
             snapshot = state.snapshot or no_snapshot()
             snapshot["grads"] = _rounded(snapshot["grads"])
             snapshot["local"] = _rounded(snapshot["local"])
-            for name, reduced in self.window.get("reduced", {}).items():
-                reduced["local"] = self.local.get(self.keys_of_reduced[name])
-            stale = self._stale()
             fact = WindowFact(
                 n=session.step_count,
                 optimizer=state.index,
@@ -408,12 +286,13 @@ class Recorder:
                 snapshot=snapshot,
                 left=state.left,
                 after=self.replica(state),
-                stale=stale,
+                outside=self._outside(),
                 changed=[change for wrapper in self.wrappers for change in wrapper.changes()],
                 gone=[wrapper.index for wrapper in self.wrappers if wrapper.wrapper() is None],
                 cut=state.cut,
                 batch_norms=self.names.batch_norms(self.wrappers),
                 world=ranks(),
+                sharded=any(hasattr(p, "placements") for p in state.parameters()),
                 **self.window,
             )
             session.write("window", **fact)
@@ -430,19 +309,16 @@ class Recorder:
         ever = [state for state in self.optimizers.values() if state.steps]
         turn = [state for state in ever if state.last > session.step_count - 2 * len(ever)]
         session.next_step(len(turn), full=self.written >= MAX_WINDOWS)
-        sharded = self.window["sharded"]
         self._clear()
-        if sharded and any(state.pending for state in self.optimizers.values()):
-            self.window["sharded"] = True  # another optimizer steps after the same backward
         session.set_status("between steps")
 
-    def _stale(self) -> StaleFact:
+    def _outside(self) -> int:
         """How many parameters got gradients and are in no optimizer of this process."""
         optimized = {id(p) for state in self.optimizers.values() for p in state.parameters()}
         everything = {key for record in self.all_backwards() for key in record.get("reached", ())}
         for record in self.all_backwards():  # one record may be pending for several optimizers
             record.pop("reached", None)
-        return {"outside": len(everything - optimized)}
+        return len(everything - optimized)
 
     def all_backwards(self) -> list[Backward]:
         return [record for state in self.optimizers.values() for record in state.pending]
@@ -454,46 +330,24 @@ class Recorder:
         return {**_as_fact(self.parameters_of(state)), "buffers": its}
 
     def _held(self, state: OptimizerState) -> StartFact:
-        """The optimizer's parameters: which shard each is, and which are constants.
-
-        `rows` are the ranks that together hold all shards of some parameter.
-        """
+        """The optimizer's parameters: which shard each is, and which are constants."""
         shards: dict[str, list[int]] = {}
-        rows: set[tuple[int, ...]] = set()
         constant = []
         parameters = self.parameters_of(state)
         for name, parameter in parameters:
             if hasattr(parameter, "placements"):
-                mesh = parameter.device_mesh
                 split = [d for d, p in enumerate(parameter.placements) if not p.is_replicate()]
-                coordinate = mesh.get_coordinate()
+                coordinate = parameter.device_mesh.get_coordinate()
                 shards[name] = [coordinate[d] for d in split] if coordinate else []
-                groups = [mesh.get_group(d) for d in split]
-                rows |= {tuple(torch.distributed.get_process_group_ranks(g)) for g in groups}
             data = dense(parameter)
             if data is not None and (data.numel() < 2 or bool((data == data.flatten()[0]).all())):
                 constant.append(name)
-        listed = [list(row) for row in sorted(rows)]
-        return {
-            **_as_fact(parameters),
-            "shapes": {name: list(parameter.shape) for name, parameter in parameters},
-            "shards": shards,
-            "rows": listed,
-            "constant": constant,
-        }
+        return {**_as_fact(parameters), "shards": shards, "constant": constant}
 
     def finish(self) -> None:
         """The process ends: write down what is only known then."""
-        pending = next((state.pending for state in self.optimizers.values() if state.pending), [])
-        if self.written < MAX_WINDOWS and (pending or any(self.window.values())):
-            step = self.session.step_count
-            self.session.write(
-                "open", **OpenFact(n=step, backwards=as_facts(pending), **self.window)
-            )
         totals = TotalsFact(
             steps={str(s.index): s.steps for s in self.optimizers.values()},
-            backwards=self.backward_count,
-            collectives=self.collective_counts,
             starts={str(step): int(value) for step, value in self.starts.items()},
         )
         self.session.write("totals", **totals)

@@ -48,7 +48,6 @@ class OptimizerState:
         self.pending: list[Backward] = []
         self.snapshot: SnapshotFact | None = None  # of the gradients, before they are clipped
         self.left: Projections | None = None  # the gradients that the last backward left
-        self.squares: dict[str, float] | None = None  # of the norms, as they were combined last
         self.cut = False  # whether there were more backwards than `pending` may hold
         self.numbers: list[dict[str, float]] = []  # each group's hyperparameters
         self.trained: list[bool] = []  # of each parameter
@@ -66,7 +65,7 @@ class OptimizerState:
     def forget(self) -> None:
         """The gradients were used or cleared: nothing of them is left to write down."""
         self.pending = []
-        self.snapshot = self.left = self.scale = self.squares = None
+        self.snapshot = self.left = self.scale = None
         self.cut = False
         self.reduced = set()
 
@@ -121,7 +120,7 @@ class WrapperState:
             ):
                 found[name] = "moved"
         changed = list(found.items())[:50]
-        return [ChangeFact(name=name, how=how, wrapper=self.index) for name, how in changed]
+        return [ChangeFact(name=name, how=how) for name, how in changed]
 
 
 def accumulator(parameter: Tensor) -> Any:

@@ -1,5 +1,6 @@
 """The report: one screen on the terminal, a page, JSON."""
 
+import html
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_doctor.explain.answers import with_answers
-from ddp_doctor.explain.findings import HANGS, ORDER, Finding, Prediction
+from ddp_doctor.explain.findings import HANGS, ORDER, Finding, Prediction, to_read
 from ddp_doctor.explain.observed import DIVISION, Observed, observed
 from ddp_doctor.explain.rules import examine
 from ddp_doctor.explain.steps import steps_of
@@ -20,6 +21,24 @@ from ddp_doctor.options import Options, say, tell
 from ddp_doctor.report.junit import as_junit
 
 VERSION = 2
+LINES = 44  # on the terminal
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>ddp-doctor</title>
+<style>
+:root {{ color-scheme: light dark; }}
+pre {{ font: 14px/1.45 ui-monospace, monospace; margin: 2rem auto; max-width: 60rem;
+  overflow-x: auto; }}
+</style>
+</head>
+<body><pre>
+{text}
+</pre></body>
+</html>
+"""
 NOTHING = (
     "ddp-doctor: no rank was observed: no process joined a group, wrapped a model, or took an "
     "optimizer step.\nIf the script trains in processes that another program starts, put this on "
@@ -92,8 +111,8 @@ class Report:
             said.append("No rule names the cause.")
         return said
 
-    def as_text(self, width: int = 100, lines: int = 44) -> str:
-        """At most `lines` lines; what does not fit is counted, and is in the page."""
+    def as_text(self, width: int = 100, whole: bool = False) -> str:
+        """At most `LINES` lines, unless `whole`; what does not fit is on the page."""
         width = max(60, min(width, 110))
         head = "ddp-doctor, a report so far: " if self.run.hung else "ddp-doctor: "
         head += f"{len(self.run.ranks)} of {self.run.world} ranks, "
@@ -105,7 +124,7 @@ class Report:
         left = 0
         for finding in self.findings:
             block = _block(finding, width)
-            if len(out) + len(block) > lines - 4:
+            if not whole and len(out) + len(block) > LINES - 4:
                 left += 1
                 continue
             out += block
@@ -113,7 +132,7 @@ class Report:
             out += ["", f"… and {left} more, in the page."]
         for said in self.conclusion:
             out += ["", *textwrap.wrap(said, width)]
-        for note in self.run.notes[:3]:
+        for note in self.run.notes if whole else self.run.notes[:3]:
             out += textwrap.wrap(note, width)
         return "\n".join([*out, "─" * width])
 
@@ -137,7 +156,7 @@ def _block(finding: Finding, width: int) -> list[str]:
     if finding.where:
         out += part("where", finding.where)
     out += part("fix", finding.fix)
-    return [*out, *part("read", finding.page)]
+    return [*out, *part("read", to_read(finding.page))]
 
 
 def _predicted(predicts: Prediction) -> str:
@@ -202,17 +221,10 @@ def write_report(result: Report, options: Options, folder: Path, silent: bool = 
     if result.run.ranks and not silent:
         tell(result.as_text(width))
     if result.run.ranks or result.certificate is not None:
-        try:
-            path = folder / "report.html"
-            _write_page(result, path)
+        path = folder / "report.html"
+        if _write(path, _page(result)) and not silent:
             shown = os.path.relpath(path)
-            if not silent:
-                say(f"{path if shown.startswith('..') else shown}")
-        except ImportError:
-            if not silent:
-                say("no page, because Jinja2 is not installed (pip install jinja2).")
-        except OSError as error:
-            say(f"could not write the page ({error}).")
+            say(f"{path if shown.startswith('..') else shown}")
     if options.json:
         _write(Path(options.json), json.dumps(result.as_json(), indent=2) + "\n")
     if options.junit:
@@ -221,28 +233,22 @@ def write_report(result: Report, options: Options, folder: Path, silent: bool = 
         _write(Path(options.junit), text)
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> bool:
+    """Whether it could be written; if not, one line says so."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         say(f"could not write {path} ({error}).")
+        return False
+    return True
 
 
-def _write_page(report: Report, path: Path) -> None:
-    """One self-contained page, light and dark. Raises OSError, and ImportError without Jinja2."""
-    from jinja2 import Environment, FileSystemLoader, select_autoescape
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=select_autoescape(default=True, default_for_string=True),
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    text = environment.get_template("report.html.j2").render(
-        report=report, run=report.run, predicted=_predicted
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+def _page(report: Report) -> str:
+    """All of the report, as one self-contained page."""
+    certificate = [report.certificate.as_text()] if report.certificate is not None else []
+    texts = [*certificate, *([report.as_text(whole=True)] if report.run.ranks else [])]
+    return PAGE.format(text=html.escape("\n\n".join(texts)))
 
 
 def _left_early(run_folder: Path) -> bool:

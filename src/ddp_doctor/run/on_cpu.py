@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ddp_doctor.facts.places import is_users
 
 Used = Callable[[str], None]
+Change = Callable[[list[Any], dict[str, Any]], None]  # of a call's arguments, in place
 NOTHING_TO_DO = (
     *("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"),
     *("reset_max_memory_allocated", "set_stream"),
@@ -106,33 +107,48 @@ class _OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _groups(tell: Used) -> None:
-    def over_gloo(original: Any) -> Any:
-        @functools.wraps(original)
-        def group(*args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
-            device = given.pop("device_id", None)
-            if "nccl" in str(given.get("backend")) or device is not None:
-                tell("nccl")
-                given["backend"] = "gloo"
-            return original(**given)
+def _change(owner: Any, name: str, change: Change) -> None:
+    """Let `change` have the arguments of `owner.name` first."""
+    original = getattr(owner, name)
 
-        return group
+    @functools.wraps(original)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        change(given, kwargs)
+        return original(*given, **kwargs)
+
+    setattr(owner, name, instead)
+
+
+def _on_cpu(tell: Used, name: str) -> Change:
+    """The CPU instead of every argument that is a GPU."""
+
+    def change(args: list[Any], kwargs: dict[str, Any]) -> None:
+        for found in (args, kwargs):
+            keys: Any = range(len(found)) if isinstance(found, list) else list(found)
+            for key in keys:
+                if of_cpu(found[key]) is not found[key]:
+                    tell(name)
+                    found[key] = "cpu"
+
+    return change
+
+
+def _groups(tell: Used) -> None:
+    def over_gloo(args: list[Any], kwargs: dict[str, Any], original: Any) -> None:
+        kwargs |= inspect.signature(original).bind(*args, **kwargs).arguments
+        args.clear()
+        if kwargs.pop("device_id", None) is not None or "nccl" in str(kwargs.get("backend")):
+            tell("nccl")
+            kwargs["backend"] = "gloo"
 
     for name in ("init_process_group", "new_group"):
-        changed = over_gloo(getattr(dist, name))
-        setattr(dist, name, changed)
-        setattr(dist.distributed_c10d, name, changed)
+        original = getattr(dist, name)
+        _change(dist, name, functools.partial(over_gloo, original=original))
+        setattr(dist.distributed_c10d, name, getattr(dist, name))
     dist.Work.get_future = _future(dist.Work.get_future, tell)  # type: ignore[method-assign]
-    make = dist.device_mesh.init_device_mesh
-
-    @functools.wraps(make)
-    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        if of_cpu(device_type) != device_type:
-            tell('init_device_mesh("cuda")')
-        return make(of_cpu(device_type), *args, **kwargs)
-
-    dist.init_device_mesh = dist.device_mesh.init_device_mesh = init_device_mesh
+    _change(dist.device_mesh, "init_device_mesh", _on_cpu(tell, 'init_device_mesh("cuda")'))
+    dist.init_device_mesh = dist.device_mesh.init_device_mesh
 
 
 def _replace(module: Any, name: str, result: Any, tell: Used, users_only: bool = False) -> None:
@@ -250,17 +266,16 @@ def _attention(tell: Used) -> None:
 
 def _programs(tell: Used) -> None:
     """`nvidia-smi` prints a line instead of being missing."""
-    run = subprocess.Popen.__init__
 
-    @functools.wraps(run)
-    def started(self: Any, command: Any, *args: Any, **kwargs: Any) -> None:
-        words = command.split() if isinstance(command, str) else list(map(str, command))
+    def change(args: list[Any], kwargs: dict[str, Any]) -> None:
+        command = args[1] if len(args) > 1 else kwargs.get("args")
+        words = command.split() if isinstance(command, str) else list(map(str, command or ()))
         if words and os.path.basename(words[0]) == "nvidia-smi":
             tell("nvidia-smi")
-            command = "echo no GPU" if kwargs.get("shell") else ["echo", "no GPU"]
-        run(self, command, *args, **kwargs)
+            kwargs.pop("args", None)
+            args[1:2] = ["echo no GPU" if kwargs.get("shell") else ["echo", "no GPU"]]
 
-    subprocess.Popen.__init__ = started  # type: ignore[method-assign,assignment]
+    _change(subprocess.Popen, "__init__", change)
 
 
 def lightning_of_the_script() -> str:
@@ -280,22 +295,8 @@ def lightning_of_the_script() -> str:
 
 def _lightning(tell: Used) -> None:
     """Lightning gets CPUs, and DDP instead of FSDP, which it has for GPUs only."""
-    package = lightning_of_the_script()
-    names = {
-        "lightning": ("lightning.pytorch", "lightning.fabric"),
-        "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
-        "lightning_fabric": ("lightning_fabric",),
-    }
-    for name in names.get(package, ()):
-        at = "connector" if name.endswith("fabric") else "trainer.connectors.accelerator_connector"
-        module: Any = importlib.import_module(f"{name}.{at}")
-        kind = module._Connector if name.endswith("fabric") else module._AcceleratorConnector
-        kind.__init__ = _connected(kind.__init__, tell)
 
-
-def _connected(make: Any, tell: Used) -> Any:
-    @functools.wraps(make)
-    def connector(self: Any, *args: Any, **kwargs: Any) -> None:
+    def connector(args: list[Any], kwargs: dict[str, Any]) -> None:
         if kwargs.get("accelerator") in ("gpu", "cuda"):
             tell(f'accelerator="{kwargs["accelerator"]}"')
             kwargs["accelerator"] = "cpu"
@@ -303,9 +304,17 @@ def _connected(make: Any, tell: Used) -> Any:
         if "fsdp" in str(strategy if isinstance(strategy, str) else type(strategy)).lower():
             tell("FSDPStrategy (DDP here)")
             kwargs["strategy"] = "ddp"
-        make(self, *args, **kwargs)
 
-    return connector
+    names = {
+        "lightning": ("lightning.pytorch", "lightning.fabric"),
+        "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+        "lightning_fabric": ("lightning_fabric",),
+    }
+    for name in names.get(lightning_of_the_script(), ()):
+        at = "connector" if name.endswith("fabric") else "trainer.connectors.accelerator_connector"
+        module: Any = importlib.import_module(f"{name}.{at}")
+        kind = module._Connector if name.endswith("fabric") else module._AcceleratorConnector
+        _change(kind, "__init__", connector)
 
 
 def _future(get_future: Any, tell: Used) -> Any:
@@ -326,66 +335,30 @@ def _future(get_future: Any, tell: Used) -> Any:
 
 
 def _classes(tell: Used) -> None:
-    wrap, cast = nn.parallel.DistributedDataParallel, torch.autocast
+    wrap = nn.parallel.DistributedDataParallel
+
+    def without_devices(args: list[Any], kwargs: dict[str, Any]) -> None:
+        given = [*args[2:4], kwargs.pop("device_ids", None), kwargs.pop("output_device", None)]
+        args[2:4] = [None] * len(args[2:4])
+        if any(one is not None for one in given):
+            tell("device_ids")
+
+    def on_the_cpu(args: list[Any], kwargs: dict[str, Any]) -> None:
+        where = args.pop(1) if len(args) > 1 else kwargs.get("map_location")
+        if where not in (None, "cpu"):
+            tell("torch.load's map_location")
+        kwargs["map_location"] = "cpu"
 
     def unchanged(module: nn.Module, process_group: Any = None) -> nn.Module:
         tell("SyncBatchNorm (each rank now uses its own samples)")
         return module
 
-    nn.Module.to = _moved(nn.Module.to, tell)  # type: ignore[method-assign]
+    _change(nn.Module, "to", _on_cpu(tell, '.to("cuda")'))
+    _change(torch.autocast, "__init__", _on_cpu(tell, 'autocast("cuda")'))
+    _change(torch, "load", on_the_cpu)
+    _change(wrap, "__init__", without_devices)
     torch.Generator = _generator(torch.Generator, tell)  # type: ignore[misc]
-    wrap.__init__ = _wrapper(wrap.__init__, tell)  # type: ignore[method-assign]
-    cast.__init__ = _autocast(cast.__init__, tell)  # type: ignore[method-assign]
-    torch.load = _loaded(torch.load, tell)
     nn.SyncBatchNorm.convert_sync_batchnorm = unchanged  # type: ignore[method-assign]
-
-
-def _wrapper(make: Any, tell: Used) -> Any:
-    @functools.wraps(make)
-    def wrapper(
-        self: Any,
-        module: Any,
-        device_ids: Any = None,
-        output_device: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        if device_ids is not None or output_device is not None:
-            tell("device_ids")
-        make(self, module, None, None, *args, **kwargs)
-
-    return wrapper
-
-
-def _autocast(make: Any, tell: Used) -> Any:
-    @functools.wraps(make)
-    def autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        if of_cpu(device_type) != device_type:
-            tell('autocast("cuda")')
-        make(self, of_cpu(device_type), *args, **kwargs)
-
-    return autocast
-
-
-def _loaded(load: Any, tell: Used) -> Any:
-    @functools.wraps(load)
-    def loaded(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if map_location not in (None, "cpu"):
-            tell("torch.load's map_location")
-        return load(file, "cpu", *args, **kwargs)
-
-    return loaded
-
-
-def _moved(move: Any, tell: Used) -> Any:
-    @functools.wraps(move)
-    def moved(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and of_cpu(args[0]) is not args[0]:
-            tell('.to("cuda")')
-            args = ("cpu", *args[1:])
-        return move(self, *args, **kwargs)
-
-    return moved
 
 
 def _generator(draws: Any, tell: Used) -> Any:

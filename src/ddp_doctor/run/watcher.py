@@ -84,18 +84,16 @@ def main(arguments: list[str]) -> None:
         pass  # a full disk: `--fail-on` says that there is no report
 
 
-class _Silence:
-    """For how long each process has written nothing, by the clock of this process."""
+Seen = dict[str, tuple[Status | None, float]]  # by process: its status, and since when it is this
 
-    def __init__(self) -> None:
-        self._last: dict[str, tuple[Status | None, float]] = {}
 
-    def of(self, journal: ProcessJournal) -> float:
-        """Seconds since `journal` was first seen as it is now."""
-        now = time.monotonic()
-        if journal.name not in self._last or self._last[journal.name][0] != journal.status:
-            self._last[journal.name] = journal.status, now
-        return now - self._last[journal.name][1]
+def _silence(seen: Seen, journals: list[ProcessJournal]) -> dict[str, float]:
+    """For how many seconds each process has written nothing, by the clock of this process."""
+    now = time.monotonic()
+    for journal in journals:
+        if journal.name not in seen or seen[journal.name][0] != journal.status:
+            seen[journal.name] = journal.status, now
+    return {journal.name: now - seen[journal.name][1] for journal in journals}
 
 
 def _wait(run: Path, options: Options, leader: int) -> bool:
@@ -106,11 +104,11 @@ def _wait(run: Path, options: Options, leader: int) -> bool:
     look_again = 0.0
     gone_since: float | None = None
     world = 1
-    silence = _Silence()
+    seen: Seen = {}
     while True:
         time.sleep(0.15)
         journals = read_statuses(run)
-        silent = {journal.name: silence.of(journal) for journal in journals}
+        silent = _silence(seen, journals)
         running = [
             journal
             for journal in journals

@@ -74,6 +74,11 @@ def _describe(page: BeautifulSoup, head: Tag, article: Tag) -> None:
     for viewport in head.find_all("meta", {"name": "viewport"})[1:]:
         viewport.decompose()
     title = article.h1.get_text().removesuffix("#").strip() if article.h1 else ""
+    title = re.sub(r"^\d+\. ", "", title)
+    if not re.search(r"PyTorch|DDP", title):  # what people search for
+        title = f"PyTorch DDP: {title}"
+    if head.title:
+        head.title.string = title
     summary = _summary(article)
     for key, name, content in (
         ("name", "description", summary),
@@ -85,15 +90,14 @@ def _describe(page: BeautifulSoup, head: Tag, article: Tag) -> None:
 
 
 def _summary(article: Tag) -> str:
-    """The beginning of the short answer, or else of the page: whole words, 200 characters."""
-    for title in article.select(".admonition-title"):
-        if title.get_text(strip=True) == "The short answer":
-            answer = title.parent
-            break
-    else:
-        answer = article
-    texts = [tag.get_text() for tag in answer.select("p:not(.admonition-title)")]
-    return textwrap.shorten(" ".join(texts), 200, placeholder=" …")
+    """The first sentences of the page, up to 200 characters, without formulas and citations."""
+    texts = [
+        tag.get_text() for tag in article.select("p") if not tag.find_parent(class_="admonition")
+    ]
+    said = " ".join(" ".join(text for text in texts if "\\(" not in text).split())
+    said = re.sub(r" \[[^]]*(?:\d{4}\w?|n\.d\.)\]", "", said)  # citations
+    sentences = [end.end() for end in re.finditer(r"[.?!](?= |$)", said[:200])]
+    return said[: sentences[-1]] if sentences else textwrap.shorten(said, 200, placeholder=" …")
 
 
 def _load_less(page: BeautifulSoup) -> None:

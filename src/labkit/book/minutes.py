@@ -3,8 +3,8 @@
     python -m labkit.book.minutes      write the minutes into every page that states them
 
 `python -m labkit.book.chapters update` writes them into the chapters that it has run. What is
-folded or hidden takes no time. An exercise takes the time of its text, and a fixed time for its
-kind.
+folded, hidden, or written by a survey takes no time. An exercise takes the time of its text, and a
+fixed time for its kind.
 """
 
 import itertools
@@ -30,6 +30,8 @@ _ROUTE = re.compile(rf"{ROUTE_TIMES.pattern}(\| \[\]\((\S+)\) \| (.*) \|)$", re.
 _LINK = re.compile(r"\]\(([^)]+)\)")
 _HIDDEN_CODE = {"hide-input", "remove-input", "hide-cell", "remove-cell"}
 _HIDDEN_OUTPUT = {"hide-output", "remove-output", "hide-cell", "remove-cell"}
+# Rows to look something up in, between these comments of a page.
+_WRITTEN = re.compile(r"^% The next lines are written by .*?^% Until here.*?$", re.M | re.S)
 _UNREAD = re.compile(r"\{(dropdown|predict)\}")
 _FENCE = re.compile(r"^(`{3,}|:{3,})\s*(.*)$")
 
@@ -47,7 +49,8 @@ class Piece(NamedTuple):
 def pieces(page: Path) -> list[Piece]:
     """What a reader of `page` (a notebook or Markdown) reads and does, in order."""
     if page.suffix == ".md":
-        cells: list[Any] = [nbformat.v4.new_markdown_cell(page.read_text())]
+        read = _WRITTEN.sub("", page.read_text())
+        cells: list[Any] = [nbformat.v4.new_markdown_cell(read)]
     else:
         cells = nbformat.read(page, as_version=4).cells
     reader = _Reader()

@@ -1,13 +1,11 @@
 """Data and random numbers: which rank sees which samples."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 
-from ddp_doctor.explain.findings import DATA, Finding, Prediction, finding, rule
-from ddp_doctor.explain.numbers import near
+from ddp_doctor.explain.findings import Finding, finding, rule
 from ddp_doctor.explain.steps import Step
-from ddp_doctor.facts.merged import Rank, Run, Window, data_of
+from ddp_doctor.facts.merged import Rank, Run
 from ddp_doctor.facts.types import LoaderFact, SamplerFact, WindowFact
 
 
@@ -17,60 +15,26 @@ def same_data_on_ranks(run: Run, steps: list[Step]) -> Iterator[Finding]:
 
     Right if the ranks split the batch after the forward's inputs are made: the targets or losses
     differ then. Right too if they split a model instead of data, or train models of their own, and
-    if they exchange activations and each computes another part of the gradient: then they split one
-    sequence, one graph, or one image. If each computes the same one, a hint.
+    if they exchange activations: then they may split one sequence, one graph, or one image.
     """
     windows = [window for window in run.complete if window.trains]
-    readers = [group[0] for group in run.readers]
-    if len(readers) < 2 or len(windows) < 2 or run.in_groups:
+    if run.world < 2 or len(windows) < 2 or run.in_groups or run.split or run.exchanges:
         return
-    if run.models_differ and not any(window.sharded for window in windows):
-        return
-    seen = {rank: [data_of(window.ranks[rank]) for window in windows] for rank in readers}
-    known = [rank for rank in readers if all(seen[rank])]
-    sets = [[rank for rank in known if seen[rank] == seen[first]] for first in known]
-    sets = [ranks for ranks, first in zip(sets, known, strict=True) if ranks[0] == first]
-    exchange = _exchange(run)
-    if len(known) == len(readers) > len(sets) and not (exchange and _parts(windows, sets)):
-        loader = run.loader
-        alike = " and ".join(f"ranks {', '.join(map(str, r))}" for r in sets[:8] if len(r) > 1)
+    if 0 < len(run.same_data) < run.world:
+        alike = " and ".join(
+            f"ranks {', '.join(map(str, group[:8]))}" for group in run.same_data if len(group) > 1
+        )
         yield finding(
             "same_data_on_ranks",
-            f"In all {len(windows)} observed steps "
-            f"{alike if len(sets) > 1 else f'the {run.world} ranks'} computed the loss from "
-            f"bitwise equal inputs and targets: {run.world} ranks do the work of "
-            f"{len(sets) * run.world // len(readers)}.",
-            loader["place"] if loader else _where(windows[0].ranks[0]),
+            f"In all {len(windows)} observed steps {alike} computed the loss from equal data: "
+            f"inputs and targets, or the loss itself where these were not seen. {run.world} ranks "
+            f"do the work of {len(run.same_data)}.",
+            run.loader["place"] if run.loader else _where(windows[0].ranks[0]),
             "DataLoader(dataset, sampler=DistributedSampler(dataset)), and call "
             "sampler.set_epoch(epoch) in every epoch.",
-            "hint" if exchange else None,
         )
         return
-    # Who shares data was not seen if some do that split a model, a sequence, or a graph.
-    if not (run.split and any(map(run.exchanges, run.ranks))) and not exchange:
-        yield from _overlap(run)
-
-
-def _parts(windows: list[Window], sets: list[list[int]]) -> bool:
-    """Whether ranks with the same data compute different gradients, in each step."""
-    return all(
-        any(
-            not near(value, other, 1e-3)
-            for rank in ranks[1:]
-            for name, value in window.ranks[ranks[0]]["snapshot"]["local"].items()
-            if value and (other := window.ranks[rank]["snapshot"]["local"].get(name))
-        )
-        for window in windows
-        for ranks in sets
-        if len(ranks) > 1
-    )
-
-
-def _exchange(run: Run) -> bool:
-    """Whether ranks exchange activations with ranks that are counted as readers of other data."""
-    first = {rank: group[0] for group in run.readers for rank in group}
-    groups = [group for rank in run.ranks for group in run.exchanges(rank)]
-    return any(len({first[rank] for rank in group}) > 1 for group in groups)
+    yield from _overlap(run)
 
 
 def _where(fact: WindowFact) -> str:
@@ -109,7 +73,7 @@ def _overlap(run: Run) -> Iterator[Finding]:
         "same_data_on_ranks",
         f"The ranks do not split the {whole} samples between them: {common} of the first "
         f"{len(other)} rows that two ranks read are the same. (Two random orders of one data set "
-        f"share about {expected:.0f}.) So an epoch trains on the whole data set {run.world} times.",
+        f"share about {expected:.0f}.)",
         loaders[0]["place"],
         "DataLoader(dataset, sampler=DistributedSampler(dataset)).",
         "warning",
@@ -166,8 +130,8 @@ def datasets_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
         if alike and len({loader["content"] for loader in same}) > 1:
             yield finding(
                 "datasets_differ",
-                f"{same[0]['dataset']} has {same[0]['length']} samples on every rank, but other "
-                f"contents on each. The sampler splits indices as if the data were the same.",
+                f"{same[0]['dataset']} has {same[0]['length']} samples on every rank, but not the "
+                f"same contents. The sampler splits indices as if the data were the same.",
                 same[0]["place"],
                 "Seed before the data are made or shuffled (torch.manual_seed(0) on every rank), "
                 "or make them once and load the file.",
@@ -235,8 +199,7 @@ def world_size_one(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """A process believes that it is one of several ranks, but its process group has one.
 
     Signs: the environment's WORLD_SIZE, or a sampler that splits the data over more replicas than
-    the group has ranks. Right if the sampler's replicas are the ranks of the run. If two samplers
-    split the data over the ranks, one after the other, a hint says so.
+    the group has ranks. Right if the sampler's replicas are the ranks of the run.
     """
     for rank in run.ranks:
         groups = rank.facts["group"]
@@ -249,9 +212,6 @@ def world_size_one(run: Run, steps: list[Step]) -> Iterator[Finding]:
         if samplers:
             replicas, place = samplers[-1]
             left = rank.process["environment"].get("LOCAL_RANK")
-            if replicas == world**2 > 1:
-                yield _split_twice(world, place)
-                return
             yield finding(
                 "world_size_one",
                 f"Rank {rank.rank}: the sampler gives this process 1/{replicas} of the data, but "
@@ -272,17 +232,3 @@ def world_size_one(run: Run, steps: list[Step]) -> Iterator[Finding]:
             run.ranks[0].windows[0]["step_place"],
             "Call dist.init_process_group() and wrap the model before training.",
         )
-
-
-def _split_twice(world: int, place: str) -> Finding:
-    twice = finding(
-        "world_size_one",
-        f"Two samplers, one inside of the other, split the data over {world} ranks each: a rank "
-        f"reads 1/{world**2} of them, and all ranks together 1/{world}.",
-        place,
-        "Leave one of the two out: accelerate's prepare() splits what its loader yields, so that "
-        "loader needs no DistributedSampler.",
-        "hint",
-        Prediction("less data", outside="which samples are read"),
-    )
-    return replace(twice, title="The data are split over the ranks twice", page=DATA)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ddp_doctor.explain.findings import MICRO_BATCHES, Finding, Prediction, finding, rule
 from ddp_doctor.explain.numbers import alike, near, number
 from ddp_doctor.explain.rules.pairs import gathers_of
-from ddp_doctor.explain.steps import Step, Term, by_optimizer, is_literal, usual_length
+from ddp_doctor.explain.steps import Entry, Step, Term, by_optimizer, is_literal, usual_length
 from ddp_doctor.facts.merged import Run, so_far
 from ddp_doctor.facts.types import CollectiveFact, ScalingFact, uneven
 
@@ -23,7 +23,6 @@ WORLD = re.compile(
 )
 FEW = 0.3  # of the observed steps
 WITHIN_A_RANK = Prediction("other weights", outside="how a rank's own micro-batches are weighed")
-Sums = list[tuple[float, float]]  # items and share, of each rank or micro-batch
 
 
 @rule("unequal_denominators", "unequal_denominators_accumulation")
@@ -39,22 +38,22 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
         ("unequal_denominators_accumulation", "micro-batches"),
     ):
         found = [
-            (max(weights) / min(weights), step, term, sums, divisors)
+            (max(weights) / min(weights), step, term, parts, divisors)
             for step in steps
             for term in step.terms
             if term.is_loss or term is step.main
-            for sums in _groups(step, term, what)
-            for divisors in [_divided_by(step, sums) if what == "ranks" else []]
-            for weights in [_own_weights(term, sums, divisors)]
+            for parts in (_groups(step, term, what) if run.weighed or what != "ranks" else ())
+            for divisors in [_divided_by(step, parts) if what == "ranks" else []]
+            for weights in [_own_weights(term, parts, divisors)]
             if max(weights) / min(weights) > 1.003
         ]
         if not found:
             continue
         worst = max(found, key=lambda case: case[0])
         firsts = [case for case in found if _is_first(case[1], steps)]
-        ratio, step, term, sums, divisors = firsts[0] if firsts else worst
+        ratio, step, term, parts, divisors = firsts[0] if firsts else worst
         seen = len({case[1].window.n for case in found})
-        counts = ", ".join(number(count) for count, _ in sums[:8])
+        counts = ", ".join(number(one.count) for one in parts[:8])
         how = "and each has the same weight"
         if divisors:
             how = f"and each is divided by a number of its own, {', '.join(map(number, divisors))}"
@@ -66,7 +65,7 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
             term.place,
             _global_count(step, term),
             "note" if worst[0] < 1.02 or (len(steps) >= 3 and seen / len(steps) < FEW) else None,
-            _at(step, steps, _shares(sums)) if what == "ranks" else WITHIN_A_RANK,
+            _at(step, steps, _shares(parts)) if what == "ranks" else WITHIN_A_RANK,
         )
 
 
@@ -81,46 +80,46 @@ def _at(step: Step, steps: list[Step], predicts: Prediction) -> Prediction:
     return predicts if _is_first(step, steps) else replace(predicts, outside="later steps")
 
 
-def _groups(step: Step, term: Term, what: str) -> Iterator[Sums]:
-    """The sums to compare: one per rank, or one per micro-batch of a rank."""
+def _groups(step: Step, term: Term, what: str) -> Iterator[list[Entry]]:
+    """The parts to compare: one per rank, or one per micro-batch of a rank."""
     if what == "ranks":
         if step.combination.kind in ("averaged", "summed", "scaled"):
             yield list(term.by(lambda entry: entry.rank).values())
     elif term.micros > 1 and not term.several:
         of_all = term.by(lambda entry: (entry.rank, entry.micro))
         for rank, _ in step.window:
-            yield [sums for (of, _), sums in of_all.items() if of == rank]
+            yield [parts for (of, _), parts in of_all.items() if of == rank]
 
 
-def _own_weights(term: Term, sums: Sums, divisors: list[float]) -> list[float]:
+def _own_weights(term: Term, parts: list[Entry], divisors: list[float]) -> list[float]:
     """Each part's weight of an item, if each is divided by a number of its own; else equal ones.
 
     Such a number is the count of items, so that all parts have one share; or one of `divisors`.
     """
-    counts, shares = [count for count, _ in sums], [share for _, share in sums]
-    if len(sums) < 2 or min(counts) <= 0 or min(shares) <= 0:
+    counts = [one.count for one in parts]
+    if len(parts) < 2 or min(counts) <= 0 or min(one.share for one in parts) <= 0:
         return [1.0]
     if any(uneven(entry.fact) for entry in term.entries):
         return [1.0]  # items of one call weigh differently by design: another unit than the item
-    weights = [share / count for count, share in sums]
+    weights = [one.share / one.count for one in parts]
     by = divisors or counts
     explained = alike([weight * own for weight, own in zip(weights, by, strict=True)], 0.002)
     return weights if explained else [1.0]
 
 
-def _divided_by(step: Step, sums: Sums) -> list[float]:
+def _divided_by(step: Step, parts: list[Entry]) -> list[float]:
     """The number by which each rank visibly divides, if these differ: a count may include more than
     the loss does, such as the label that a shift drops.
     """
-    values = [{o["value"] for o in _divisors(f["scaling"]).values()} for _, f in step.window]
+    values = [{o["value"] for o in _divisors(f["scaling"]).values()} for f in step.window.facts]
     found = [of.pop() for of in values if len(of) == 1]
-    return found if len(found) == len(sums) and not alike(found, 0.003) else []
+    return found if len(found) == len(parts) and not alike(found, 0.003) else []
 
 
-def _shares(sums: Sums) -> Prediction:
+def _shares(parts: list[Entry]) -> Prediction:
     """One process divides by all items: a rank's share is that of its items."""
-    items = sum(count for count, _ in sums)
-    shares = tuple(count / items for count, _ in sums)
+    items = sum(one.count for one in parts)
+    shares = tuple(one.count / items for one in parts)
     said = ", ".join(f"{share:.3f}" for share in shares[:8])
     return Prediction(f"the ranks' gradients weighed by {said}", shares=shares)
 
@@ -149,7 +148,7 @@ def world_size(run: Run, steps: list[Step]) -> Iterator[Finding]:
     for step in steps:
         term = step.main
         measured = step.combination.kind in ("averaged", "summed", "scaled")
-        if step.window.world < 2 or not measured or len(run.readers) < run.world:
+        if step.window.world < 2 or not measured or not run.weighed:
             continue
         if term is not None and term.micros != usual[step.window.optimizer]:
             continue  # a shorter last window
@@ -215,14 +214,14 @@ def _of_the_loss(step: Step, term: Term, world: int, total: float | None) -> Ite
     n, once = step.window.n, Prediction(f"1/{world} = 1/W", 1 / world)
     exchange = any(
         call["through_autograd"] and len(call.get("shape", ())) > 1
-        for _, fact in step.window
+        for fact in step.window.facts
         for call in fact["collectives"]
     )
     for op, wrong, how in (("/", 1 / world, "divided"), ("*", float(world), "multiplied")):
         factor = _worldly(term, op, world)
         if factor is None or total is None or not near(total, wrong):
             continue
-        if op == "/" or not any(gathers_of(fact) for _, fact in step.window):
+        if op == "/" or not any(gathers_of(fact) for fact in step.window.facts):
             yield finding(
                 "scaled_by_world_size",
                 f"Step {n}: the loss is {how} by {world} ({factor['text']}), and the gradients are "
@@ -244,13 +243,14 @@ def _of_the_loss(step: Step, term: Term, world: int, total: float | None) -> Ite
             "Multiply the loss by dist.get_world_size(), or use the mean over the items.",
             predicts=replace(once, undivided=True),
         )
-    divisor = _count_of_all(step, term, world)
-    if divisor is not None and _worldly(term, "*", world) is None:
+    found = _count_of_all(step, term, world)
+    if found is not None and _worldly(term, "*", world) is None:
+        divisor, counts = found
         yield finding(
             "missing_world_size_factor",
-            f"Step {n}: the loss is a sum that is divided by {number(divisor['value'])} "
-            f"({divisor['text']}), a count of all ranks, and the gradients are then averaged over "
-            f"the {world} ranks, which divides by {world} again.",
+            f"Step {n}: each rank's loss is a sum that is divided by {number(divisor['value'])} "
+            f"({divisor['text']}), and the ranks have {counts}. The gradients are then averaged "
+            f"over the {world} ranks, which divides by {world} again.",
             divisor["place"],
             "Multiply the loss by dist.get_world_size(): the average divides by it again.",
             predicts=once,
@@ -262,28 +262,38 @@ def _same_weights(term: Term) -> bool:
     return bool(each) and alike(each)
 
 
-def _count_of_all(step: Step, term: Term, world: int) -> ScalingFact | None:
-    """A divisor of a sum that is the count of all ranks' items, and not of one rank's.
+def _count_of_all(step: Step, term: Term, world: int) -> tuple[ScalingFact, str] | None:
+    """A divisor of a sum that is the count of all ranks, and not of one; and the ranks' counts.
 
-    It is the number of items that the loss functions count; or the ranks have other counts, all
-    divide by one number, and it is nearer to the count of all ranks than to its W-th part.
+    Nothing else divides or multiplies, but for the number of micro-batches. It is the number of
+    items that the loss functions count; or the ranks have other counts, all divide by one number,
+    and it is nearer to the count of all ranks than to its W-th part. A loss may sum over classes,
+    too: then its rows are counted.
     """
-    if term.reduction == "mean" or gathers_of(step.window.first):
+    weights = [entry.share / entry.count for entry in term.entries if entry.count]
+    if (
+        term.reduction == "mean"
+        or gathers_of(step.window.first)
+        or not (weights and alike(weights))
+    ):
         return None
-    ranks = [count for count, _ in term.by(lambda entry: entry.rank).values()]
-    micros = [count for count, _ in term.by(lambda entry: entry.micro).values()]
-    by_rank = [_divisors(fact["scaling"]) for _, fact in step.window]
-    for place in by_rank[0]:
-        divisors = [found.get(place) for found in by_rank]
-        first = divisors[0]
-        if first is None or any(one is None or one["value"] != first["value"] for one in divisors):
+    by_rank = [_divisors(fact["scaling"]) for fact in step.window.facts]
+    for place, first in by_rank[0].items():
+        if any(place not in one or one[place]["value"] != first["value"] for one in by_rank):
             continue
-        if any(near(first["value"], count) for count in (term.items, *micros)):
-            return first
-        other_counts = not alike(ranks, 0.003) and len(ranks) == world
-        off = math.log(first["value"] / max(micros)) if other_counts and max(micros) else math.inf
-        if abs(off) < 0.5 * math.log(world):
-            return first
+        left = weights[0] * first["value"]
+        if not (near(left, 1.0) or near(left, 1 / term.micros)):
+            continue  # more has come between, such as an all-reduce that carries gradient
+        for unit in ("items", "rows"):
+            ranks, micros = (
+                [one.count if unit == "items" else one.rows for one in term.by(key).values()]
+                for key in (lambda entry: entry.rank, lambda entry: entry.micro)
+            )
+            exact = any(near(first["value"], count) for count in (sum(ranks), *micros))
+            other_counts = len(ranks) == world and min(ranks) > 0 and not alike(ranks, 0.003)
+            off = abs(math.log(first["value"] / max(micros))) if other_counts else math.inf
+            if (exact and unit == "items") or off < 0.5 * math.log(world):
+                return first, f"{', '.join(map(number, ranks[:8]))} {unit}"
     return None
 
 
@@ -311,7 +321,7 @@ def own_reduction(step: Step) -> str:
     """Where the script combines gradients itself, or something like them."""
     calls = [
         (call.get("what") in ("gradient", "flat"), call["place"])
-        for _, fact in step.window
+        for fact in step.window.facts
         for call in fact["collectives"]
         if call["op"] in ("all_reduce", "reduce") and call.get("numel", 0) > 1
     ]
@@ -322,27 +332,26 @@ def own_reduction(step: Step) -> str:
 def micro_batches(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """The means of K micro-batches are added undivided, or each is divided by other than K.
 
-    Right if the sum is meant, as with several losses of one batch, or if a learning rate makes up
-    for it. How many micro-batches a script takes is no part of what --certify compares.
+    Right if the sum is meant, as with several losses of one batch, or if the loss that is meant has
+    such a factor: with two micro-batches, a half is more often that of a square. How many
+    micro-batches a script takes is no part of what --certify compares.
     """
-    for own in by_optimizer(steps).values() if len(run.readers) == run.world else ():
+    for own in by_optimizer(steps).values() if run.weighed else ():
         usual = usual_length(own)
-        known = [(step, term, total) for step in own if (term := step.main) for total in [_k(step)]]
-        for step, term, total in known:
-            if total is None:
+        for step in own:
+            term, total = step.main, _k(step)
+            if term is None or total is None:
                 continue
             k, short = term.micros, term.micros < usual
             if short and near(total, k / usual):
-                neighbors = [other for other, _, t in known if t and other is not step]
-                cut = any(
-                    o.main and abs(o.window.n - step.window.n) == 1 and o.main.micros + k == usual
-                    for o in neighbors
-                )
-                yield _of_k("partial_window_divided_by_k", step, term, total, cut)
+                fix = "Divide by the number of micro-batches in this step, or drop the last one."
+                yield _of_k("partial_window_divided_by_k", step, term, total, fix)
             elif not short and k > 1 and near(total, k) and _other_data(step, term):
-                yield _of_k("loss_not_divided_by_accumulation", step, term, total)
-            elif not short and k > 1 and near(total, 1 / k) and _divisions_by(step, term, k) > 1:
-                yield _of_k("loss_divided_twice", step, term, total)
+                fix = f"loss = loss / {k} before backward (the number of accumulation steps)."
+                yield _of_k("loss_not_divided_by_accumulation", step, term, total, fix)
+            elif not short and k > 1 and near(total, 1 / k) and _divided_twice(step, term):
+                fix = f"Remove one of the two divisions by {k}."
+                yield _of_k("loss_divided_twice", step, term, total, fix)
 
 
 def _k(step: Step) -> float | None:
@@ -356,40 +365,34 @@ def _k(step: Step) -> float | None:
     return sum(shares) / step.window.world if alike(shares) else None
 
 
-def _of_k(code: str, step: Step, term: Term, total: float, cut: bool = False) -> Finding:
+def _of_k(code: str, step: Step, term: Term, total: float, fix: str) -> Finding:
     k, each = term.micros, number(total / term.micros)
-    fixes = {
-        "loss_not_divided_by_accumulation": f"loss = loss / {k} before backward (the number of "
-        "accumulation steps).",
-        "loss_divided_twice": f"Remove one of the two divisions by {k}.",
-        "partial_window_divided_by_k": "Divide by the number of micro-batches in this step, or "
-        "drop the last one.",
-    }
     return finding(
         code,
         f"Step {step.window.n}: {k} micro-batch{'es' * (k != 1)}, and the mean of each arrives "
         f"{each} times in the sum that is back-propagated: together {number(total)}, where a mean "
         f"of all has 1.",
         step.window.backward_place or term.place,
-        fixes[code],
-        "note" if cut else None,
-        Prediction(f"{number(total)} times the mean", total, outside=MICRO_BATCHES),
+        fix,
+        predicts=Prediction(f"{number(total)} times the mean", total, outside=MICRO_BATCHES),
     )
 
 
-def _divisions_by(step: Step, term: Term, k: int) -> int:
-    """How often the loss is visibly divided by K. A literal 2 is half of a square, and another
-    literal may be the number of a loss's terms.
-    """
-    sure = k > 2 and len(step.terms) == 1
-    by_k = [one for one in term.scaling if one["op"] == "/" and near(one["value"], k)]
-    by_k += [one for one in term.scaling if one["op"] == "*" and near(one["value"], 1 / k)]
-    return sum(sure or not is_literal(one) for one in by_k)
+def _divided_twice(step: Step, term: Term) -> bool:
+    """Whether 1/K² is no coefficient of the loss: for K = 2 both divisions have to be visible."""
+    visible = [
+        one
+        for one in term.scaling
+        if (one["op"] == "/" and near(one["value"], 2))
+        or (one["op"] == "*" and near(one["value"], 0.5))
+        if not is_literal(one)
+    ]
+    return len(step.terms) == 1 if term.micros > 2 else len(visible) > 1
 
 
 def _other_data(step: Step, term: Term) -> bool:
     """Whether the backward passes are over different data: not several losses of one batch."""
-    for _, fact in step.window:
+    for fact in step.window.facts:
         inputs = [str(tensors) for tensors in fact["inputs"]]
         if inputs and (len(inputs) < term.micros or len(set(inputs)) < term.micros):
             return False
@@ -398,7 +401,7 @@ def _other_data(step: Step, term: Term) -> bool:
 
 def reduced_before_backward(step: Step, what: str) -> CollectiveFact | None:
     """A plain all-reduce of a loss or an activation that a later backward needs."""
-    for _, fact in step.window:
+    for fact in step.window.facts:
         for call in fact["collectives"]:
             carries = call.get("what") == what and call.get("grad") and not call["through_autograd"]
             early = so_far(call, step.window) < step.window.backwards

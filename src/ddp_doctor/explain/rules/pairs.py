@@ -23,9 +23,9 @@ def contrastive(run: Run, steps: list[Step]) -> Iterator[Finding]:
     other ranks' features. Right too if each rank's rows are multiplied by W to make up for the
     missing paths, and if only the samples of one rank are meant to be compared.
     """
-    always = len(steps) > 1 and all(_contrasting(fact) for s in steps for _, fact in s.window)
+    always = len(steps) > 1 and all(_contrasting(fact) for s in steps for fact in s.window.facts)
     for step in steps if run.world > 1 else ():
-        for _, fact in step.window:
+        for fact in step.window.facts:
             term = _contrasting(fact)
             square = term.get("square") if term is not None else None
             if term is None or not square or not (square[2] or always):

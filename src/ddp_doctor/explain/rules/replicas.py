@@ -1,12 +1,11 @@
 """Replicas: the parameters and buffers of all ranks are meant to be equal."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 from ddp_doctor.explain.findings import Finding, finding, rule
 from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Run, Window
-from ddp_doctor.facts.types import Groups, SettingsFact
+from ddp_doctor.facts.types import SettingsFact
 
 SMALL = 1e-6
 APPLY_ALIKE = (
@@ -31,54 +30,29 @@ def differ_at_start(run: Run, steps: list[Step]) -> Iterator[Finding]:
 
     A wrapper broadcasts rank 0's parameters. Right for models, or parts of one, that are different
     on purpose: tensor or pipeline parallelism, experts. Ranks with copies of a parameter step with
-    the same gradient, or all-reduce tensors of its shape.
+    the same gradient.
     """
     names = list(run.copies) if _replicas(run) else []
-    apart = [name for name in names if not _equal_at_start(run, name, [list(range(run.world))])]
-    differing = [name for name in apart if not _equal_at_start(run, name, run.copies[name])]
-    if run.models_differ and names:
-        combined = _combined_by_all(run)
-        differing = [name for name in apart if name in combined]
-    if differing and 2 * len(differing) > len(apart):
+    differing = [name for name in names if not _equal_at_start(run, name)]
+    if differing:
         values = [rank.start["values"] for rank in run.ranks if rank.start]
         off = max(_spread([of.get(name) for of in values]) for name in differing)
         window = run.complete[0] if run.complete else None
-        where = window.first["step_place"] if window else ""
         yield finding(
             "replicas_differ_at_start",
             f"Before their first step {len(differing)} of {len(names)} parameters differ "
             f"between the ranks, first {differing[0]}" + (", by rounding." if off < SMALL else "."),
-            where,
+            window.first["step_place"] if window else "",
             "Seed every rank alike before the model is built, or broadcast rank 0's parameters: "
             "for p in model.parameters(): dist.broadcast(p.data, src=0).",
             "note" if off < SMALL else None,
         )
 
 
-def _combined_by_all(run: Run) -> set[str]:
-    """The parameters that all ranks combine: they all-reduce as many tensors of the same shape."""
-    starts = [rank.start["shapes"] for rank in run.ranks if rank.start]
-    shapes = {name: str(shape) for start in starts for name, shape in start.items()}
-    needed = Counter(shapes.values())
-    found: set[str] = set()
-    for fact in (fact for rank in run.ranks for fact in rank.windows):
-        calls = [
-            call
-            for call in fact["collectives"]
-            if call["op"] == "all_reduce" and "group" not in call and not call["through_autograd"]
-        ]
-        if any(call.get("what") == "flat" for call in calls):
-            return set(shapes)
-        alike = [call for call in calls if call.get("what") in ("parameter", "like a gradient")]
-        sent = Counter(str(call.get("shape")) for call in alike)
-        found |= {name for name, shape in shapes.items() if sent[shape] >= needed[shape]}
-    return found
-
-
-def _equal_at_start(run: Run, name: str, groups: Groups) -> bool:
-    """Whether the ranks of each group held the same bits before the first step."""
+def _equal_at_start(run: Run, name: str) -> bool:
+    """Whether the ranks with a copy held the same bits before the first step."""
     starts = {rank.rank: rank.start["parameters"] for rank in run.ranks if rank.start}
-    return all(len({starts[rank].get(name) for rank in group}) == 1 for group in groups)
+    return all(len({starts[rank].get(name) for rank in of}) == 1 for of in run.copies[name])
 
 
 @rule("hyperparameters_differ")
@@ -87,7 +61,7 @@ def hyperparameters_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
 
     Right if the ranks train models, or parts of one, of their own.
     """
-    if not _replicas(run) or run.models_differ or len(run.ranks) < run.world:
+    if not _replicas(run) or run.split or len(run.ranks) < run.world:
         return
     changes = [[f for f in rank.facts["settings"] if f["optimizer"] == 0] for rank in run.ranks]
     last = min(rank.steps for rank in run.ranks)
@@ -96,11 +70,10 @@ def hyperparameters_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
         if step >= last or first is None or None in others:
             return
         for rank, groups in enumerate(others, start=1):
-            pairs = zip(first, groups or (), strict=False)
             differing = [
                 (name, value, its[name])
-                for ours, its in pairs
-                for name, value in ours.items()
+                for mine, its in zip(first, groups or (), strict=False)
+                for name, value in mine.items()
                 if its.get(name, value) != value
             ]
             if not differing:
@@ -140,8 +113,7 @@ def drift(run: Run, steps: list[Step]) -> Iterator[Finding]:
         return
     if next(hyperparameters_differ(run, steps), None) is not None:
         return
-    equal = {name for name, groups in run.copies.items() if _equal_at_start(run, name, groups)}
-    yield from _norms_drift(run)
+    equal = {name for name in run.copies if _equal_at_start(run, name)}
     for window in run.complete:
         fact = window.first
         names = [name for name in window.differing_parameters if name in equal]
@@ -156,51 +128,12 @@ def drift(run: Run, steps: list[Step]) -> Iterator[Finding]:
         yield finding(
             "replicas_drift",
             f"After step {window.n}, {len(names)} parameters differ between the ranks, first "
-            f"{names[0]}. They were equal at the start.{_reduced_by_nobody(window, names)}",
+            f"{names[0]}. They were equal at the start.",
             fact["step_place"],
             APPLY_ALIKE if window.differing_gradients else CHANGE_ALIKE,
             None if apart > SMALL else "note",
         )
         return
-
-
-def _reduced_by_nobody(window: Window, names: list[str]) -> str:
-    """What is said if the script reduces other gradients, and none of these."""
-    reduced = [fact.get("reduced", {}) for _, fact in window]
-    sent = {name for one in reduced for name in one}
-    if not all(reduced) or sent & set(names) or any("unread" in fact for _, fact in window):
-        return ""
-    return f" The script reduces the gradients of {len(sent)} others, and these in no call."
-
-
-def _norms_drift(run: Run) -> Iterator[Finding]:
-    """Ranks that share their data and split a model hold copies of what starts as ones: a norm.
-
-    Each sees a part of its gradient. Zeros tell nothing: they may be biases of split layers.
-    """
-    if not run.complete:
-        return
-    last = run.complete[-1]
-    starts = {rank.rank: rank.start for rank in run.ranks if rank.start}
-    for group in [group for group in run.readers if len(group) > 1]:
-        first = starts[group[0]]
-        names = [
-            name
-            for name in first["constant"]
-            if first["values"].get(name) and name not in first["shards"]
-            if len({starts[rank]["parameters"].get(name) for rank in group}) == 1
-            if len({last.ranks[rank]["after"]["parameters"].get(name) for rank in group}) > 1
-        ]
-        if names:
-            yield finding(
-                "replicas_drift",
-                f"After step {last.n}, {len(names)} parameters that were equal on ranks "
-                f"{', '.join(map(str, group[:8]))} differ: {', '.join(names[:4])}. These ranks "
-                f"read one batch; each has a part of the gradient.",
-                last.ranks[group[0]]["step_place"],
-                "Sum the gradients of these parameters over the ranks of the group.",
-            )
-            return
 
 
 def _distance(window: Window, names: list[str]) -> float:
@@ -237,8 +170,7 @@ def buffers_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
     if not names:
         return
     fact = window.first
-    why = "Each rank evaluates, and rank 0 saves, a different model"
-    why += " (broadcast_buffers=False)." if run.wrappers else " (no wrapper broadcasts them)."
+    why = "The wrapper does not broadcast them." if run.wrappers else "No wrapper broadcasts them."
     if broadcast:
         why = "Each forward overwrites them with rank 0's: what other ranks added is lost."
     first = next(each for each in run.complete if set(names) & set(each.differing_buffers))

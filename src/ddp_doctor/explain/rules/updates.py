@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from ddp_doctor.explain.combination import untouched
+from ddp_doctor.explain.combination import rescaled, untouched
 from ddp_doctor.explain.findings import Finding, finding, rule
 from ddp_doctor.explain.numbers import alike, near, number
 from ddp_doctor.explain.steps import Step, by_optimizer
@@ -96,42 +96,61 @@ def gradients_not_cleared(run: Run, steps: list[Step]) -> Iterator[Finding]:
             )
 
 
-@rule("clipped_before_sync")
-def clipped_before_sync(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """Gradients are clipped while they are still each rank's own, and all-reduced afterwards.
+@rule("clipped_before_sync", "clipped_local_shards")
+def clipped_by_own_norms(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """The ranks' norms at a clip differ: gradients are clipped before they are combined, or each
+    rank has clipped its own shards.
 
-    Right if the norms are equal on all ranks: then the gradients were already combined.
+    Right if the norms are equal on all ranks: the gradients were combined before, or the norm is
+    that of all shards, as clip_grad_norm_ finds it for DTensors.
     """
-    for window in run.complete if run.world > 1 and not run.split else ():
-        clips = [] if window.sharded else [fact["clips"] for _, fact in window]
-        if len({len(each) for each in clips}) != 1:
-            continue
-        for ones in zip(*clips, strict=True):  # one clip, on every rank
-            if not _differ(ones) or not any(_combines_later(f, ones[0]) for _, f in window):
+    for window in run.complete if run.world > 1 else ():
+        factors = [rescaled([fact]) for fact in window.facts]
+        if window.sharded and not alike(factors, 1e-3):
+            shown = "each rank has scaled its shards by a factor of its own"
+            yield _local_shards(window, shown, factors, window.first["step_place"])
+        clips = [fact["clips"] for fact in window.facts]
+        for ones in zip(*clips, strict=True) if len(set(map(len, clips))) == 1 else ():
+            norms = [clip["norm"] for clip in ones if clip["norm"] is not None]
+            by_value = ones[0]["kind"] == "value"
+            if not by_value and (len(norms) < len(ones) or alike(norms, 1e-5)):
                 continue
-            shown = ", ".join("?" if c["norm"] is None else number(c["norm"]) for c in ones[:8])
-            yield finding(
-                "clipped_before_sync",
-                f"Step {window.n}: the norms at the clip differ between the ranks ({shown}), and "
-                f"the gradients are combined only afterwards. The mean of clipped gradients is not "
-                f"the clipped mean.",
-                ones[0]["place"],
-                "Clip after the all-reduce, right before optimizer.step().",
-                None if ones[0]["kind"] == "value" or any(map(_bites, ones)) else "note",
-            )
-            return
+            if window.sharded or run.split:
+                if not by_value and not ones[0]["sharded"]:
+                    shown = "the norms at the clip are each rank's own"
+                    yield _local_shards(window, shown, norms, ones[0]["place"])
+            elif any(_combines_later(fact, ones[0]) for fact in window.facts):
+                shown = f"by their norms, {', '.join(map(number, norms[:8]))}"
+                yield finding(
+                    "clipped_before_sync",
+                    f"Step {window.n}: the ranks clip gradients {'by value' if by_value else shown}"
+                    f", and an all-reduce follows in the same step. The mean of clipped gradients "
+                    f"is not the clipped mean.",
+                    ones[0]["place"],
+                    "Clip after the all-reduce, right before optimizer.step().",
+                    None if by_value or any(map(_bites, ones)) else "note",
+                )
 
 
-def _differ(clips: tuple[ClipFact, ...]) -> bool:
-    """Whether the ranks clip gradients of different norms. Of a clip by value there is no norm."""
-    norms = [clip["norm"] for clip in clips if clip["norm"] is not None]
-    known = len(norms) == len(clips)
-    return clips[0]["kind"] == "value" or (known and not alike(norms, 1e-6))
+def _local_shards(window: Window, what: str, numbers: list[float], place: str) -> Finding:
+    return finding(
+        "clipped_local_shards",
+        f"Step {window.n}: the parameters are sharded, and between backward and the update {what} "
+        f"({', '.join(map(number, numbers[:8]))}).",
+        place,
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "
+        "model.clip_grad_norm_(limit) with FullyShardedDataParallel.",
+    )
 
 
 def _combines_later(fact: WindowFact, clip: ClipFact) -> bool:
-    """Whether an all-reduce of something like gradients follows a clip in the same step."""
-    kinds = ("gradient", "flat", "like a gradient", "other")
+    """Whether an all-reduce of something like gradients follows a clip in the same step.
+
+    Of a clip by value no norm tells that the ranks' gradients still differ.
+    """
+    kinds = {"gradient", "flat", "like a gradient"} | (
+        {"other"} if clip["kind"] == "norm" else set()
+    )
     return any(
         call["op"] == "all_reduce" and call.get("what") in kinds and call.get("numel", 0) > 1
         for call in fact["collectives"][clip["collectives"] :]
@@ -142,78 +161,36 @@ def _bites(clip: ClipFact) -> bool:
     return (clip["norm"] or 0) > (math.inf if clip["limit"] is None else clip["limit"])
 
 
-@rule("clipped_per_micro_batch")
-def clipped_per_micro_batch(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """Clipping runs after every micro-batch, on partial sums.
+@rule("clipped_per_micro_batch", "clipped_before_unscale")
+def clipped_too_early(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """A clip cuts gradients after a micro-batch that is not the last one, or while they still carry
+    the GradScaler's factor.
 
-    Right with one micro-batch per step, and if the limit is never reached before the last one.
+    Right if the limit is never reached before the last micro-batch. Right if scaler.unscale_ or a
+    division comes first: the gradients are then not what backward left. Right if the limit is
+    multiplied by the scale.
     """
     for window in run.complete:
         for rank, fact in window:
-            clips = [clip for clip in fact["clips"] if clip["kind"] == "norm"]
-            early = [clip for clip in clips if 0 < so_far(clip, window) < len(fact["backwards"])]
-            bites = [clip for clip in early if _bites(clip)]
-            if bites:
-                yield finding(
-                    "clipped_per_micro_batch",
-                    f"Step {window.n}, rank {rank}: {len(clips)} clips for "
-                    f"{len(fact['backwards'])} micro-batches; an early one cut the norm from "
-                    f"{number(bites[0]['norm'] or 0)} to {number(bites[0]['limit'] or 0)}.",
-                    bites[0]["place"],
-                    "Clip once per step: after the last micro-batch, before optimizer.step().",
-                )
-                return
-
-
-@rule("clipped_before_unscale")
-def clipped_before_unscale(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """Gradients are clipped while they still carry the GradScaler's factor.
-
-    Right if scaler.unscale_(optimizer) or a division comes first: the gradients are then not what
-    backward left. Right if the limit is multiplied by the scale.
-    """
-    for window in run.complete:
-        for rank, fact in window:
-            scaled = [clip for clip in fact["clips"] if clip["scale"] != 1 and _bites(clip)]
-            if scaled and (scaled[0]["limit"] or 0) < scaled[0]["scale"] and untouched(fact):
-                clip = scaled[0]
-                yield finding(
-                    "clipped_before_unscale",
-                    f"Step {window.n}, rank {rank}: the norm {number(clip['norm'] or 0)} at the "
-                    f"clip carries the loss scale {number(clip['scale'])}; the limit "
-                    f"{number(clip['limit'] or 0)} does not.",
-                    clip["place"],
-                    "scaler.unscale_(optimizer) before the clip.",
-                )
-                return
-
-
-@rule("clipped_local_shards")
-def clipped_local_shards(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """Parameters are sharded, and each rank scaled its shards by another factor before the update.
-
-    Right if clip_grad_norm_ is given the DTensors (its norm is global), or FSDP's own method.
-    """
-    for window in run.complete if run.world > 1 else ():
-        if not window.sharded and not run.split:
-            continue
-        factors = [fact["rescaled"] for _, fact in window if "rescaled" in fact]
-        last = [fact["clips"][-1] for _, fact in window if fact["clips"]]
-        norms = [clip["norm"] for clip in last if not clip["sharded"] and clip["norm"] is not None]
-        seen, what = factors, "each rank scaled its shards by a factor of its own"
-        if len(seen) < run.world or alike(seen, 1e-3):
-            seen, what = norms, "the norms at the clip are each rank's own"
-        if len(seen) == run.world and not alike(seen, 1e-5 if seen is norms else 1e-3):
-            shown = ", ".join(map(number, seen[:8]))
-            yield finding(
-                "clipped_local_shards",
-                f"Step {window.n}: the parameters are sharded, and between backward and the update "
-                f"{what} ({shown}).",
-                last[0]["place"] if last else window.first["step_place"],
-                "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "
-                "model.clip_grad_norm_(limit) with FullyShardedDataParallel.",
-            )
-            return
+            for clip in filter(_bites, fact["clips"]):
+                norm, limit = number(clip["norm"] or 0), clip["limit"] or 0
+                at, micros = f"Step {window.n}, rank {rank}:", len(fact["backwards"])
+                if clip["kind"] == "norm" and 0 < so_far(clip, window) < micros:
+                    yield finding(
+                        "clipped_per_micro_batch",
+                        f"{at} after {so_far(clip, window)} of {micros} micro-batches, a clip cut "
+                        f"the norm from {norm} to {number(limit)}.",
+                        clip["place"],
+                        "Clip once per step: after the last micro-batch, before optimizer.step().",
+                    )
+                if 1 != clip["scale"] > limit and untouched(fact):
+                    yield finding(
+                        "clipped_before_unscale",
+                        f"{at} the norm {norm} at the clip carries the loss scale "
+                        f"{number(clip['scale'])}; the limit {number(limit)} does not.",
+                        clip["place"],
+                        "scaler.unscale_(optimizer) before the clip.",
+                    )
 
 
 @rule("rank_skipped_step")
@@ -228,11 +205,11 @@ def rank_skipped_step(run: Run, steps: list[Step]) -> Iterator[Finding]:
         return
     common = set.intersection(*map(set, totals))
     counts = [sum(total[index] for index in common) for total in totals]
-    skipped = [w for w in run.windows if w.complete and len({f["skipped"] for _, f in w}) > 1]
+    skipped = [w for w in run.windows if w.complete and len({f["skipped"] for f in w.facts}) > 1]
     sends = any(
         call["op"] == "broadcast" and call.get("what") == "parameter"
         for window in run.windows
-        for _, fact in window
+        for fact in window.facts
         for call in fact["collectives"]
     )
     if sends or not (skipped or len(set(counts)) > 1):
@@ -298,11 +275,13 @@ def scheduler_steps_per_rank(run: Run, steps: list[Step]) -> Iterator[Finding]:
             for (before, now), rate in zip(pairwise(counts), rates, strict=True)
             if rate <= 1e-6 * max(rates)
         )
-        if (total is not None and count > total) or ended > 0.25 * count:
+        over = total is not None and count > total
+        if over or ended > 0.25 * count:
+            how = f"its schedule has {total}" if over else f"its rate was 0 in {ended} of them"
             yield finding(
                 "scheduler_steps_per_rank",
-                f"The scheduler stepped {count} times in {taken} optimizer steps, "
-                f"{run.world} times each, and its schedule was over before the run was.",
+                f"The scheduler stepped {count} times in {taken} optimizer steps of {run.world} "
+                f"ranks, and {how}.",
                 last["place"],
                 "Do not pass the scheduler to prepare(), or give it world_size times as many steps "
                 "(accelerate: split_batches, step_scheduler_with_optimizer).",

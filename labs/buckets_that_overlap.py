@@ -34,6 +34,7 @@ rounding, or if the ranks are not bitwise equal.
 # ruff: noqa: E402
 import argparse
 import copy
+import json
 import re
 import time
 from collections.abc import Callable
@@ -84,7 +85,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.lab import join_ranks
-from labkit.profiling.recording import Recorder, merge
+from labkit.profiling.recording import RankRecording, Recorder, merge
 from labkit.profiling.slow_link import SlowLink
 from labkit.scenarios.toy_steps import ToyStep, loss_of, small_transformer, stack_of_linears
 from labkit.tables import Cell, bitwise_difference, bound, table
@@ -215,14 +216,48 @@ def row_of(name: str, way: TimedWay, apart: Apart, seconds: dict[str, list[float
 def save_timeline(folder: Path, found: dict[str, TimedWay]) -> None:
     """Save one figure of all ways, and one trace per way, as this rank saw them."""
     # Here, because matplotlib takes long to import, and most ranks never draw.
-    from labkit.profiling.timeline import draw_together, save_trace
+    from labkit.profiling.timeline import draw_together
 
     folder.mkdir(parents=True, exist_ok=True)
     steps = {name: merge([way.recorder.recorded]) for name, way in found.items()}
     draw_together(steps).savefig(folder / "timeline.png", dpi=160)
-    for name, recording in steps.items():
-        save_trace(recording, folder / f"{re.sub('[^a-zA-Z]+', '-', name)}.json")
+    for name, way in found.items():
+        trace = {"traceEvents": trace_events(way.recorder.recorded), "displayTimeUnit": "ms"}
+        (folder / f"{re.sub('[^a-zA-Z]+', '-', name)}.json").write_text(json.dumps(trace))
     print(f"\nSaved in {folder}: timeline.png, and traces for https://ui.perfetto.dev")
+
+
+def trace_events(one: RankRecording) -> list[dict[str, Any]]:
+    """The step in the Trace Event Format, in microseconds from its begin.
+
+    The rows hold what is computed, the collectives (as many rows as were ever in flight at once:
+    viewers draw spans of one row that overlap wrongly), and what is exposed.
+    """
+    rows: dict[str, int] = {}
+    events: list[dict[str, Any]] = []
+    free_at: list[float] = []
+
+    def span(row: str, name: str, begin: float, end: float, **args: int) -> None:
+        when = {"ts": (begin - one.begin) * 1e6, "dur": (end - begin) * 1e6}
+        place = {"pid": one.rank, "tid": rows.setdefault(row, len(rows))}
+        events.append({"ph": "X", "name": name, "args": args} | place | when)
+
+    for forward in one.forwards:
+        span("computes", "forward", *forward)
+    span("computes", "backward", one.forwards[-1][1], one.compute_end())
+    for gradient in one.gradients:
+        span("gradients", f"{gradient.parameter}.grad", gradient.ready, gradient.ready)
+    for sent in one.collectives:
+        row = next((row for row, at in enumerate(free_at) if at <= sent.launched), len(free_at))
+        free_at[row : row + 1] = [sent.done]
+        known = {"bytes": sent.bytes, "gradients_ready_at_launch": sent.after}
+        span(f"sends {row + 1}", f"{sent.op} {sent.bucket}", sent.launched, sent.done, **known)
+    for exposed in one.exposed():
+        span("exposed", "exposed", *exposed)
+    return events + [
+        {"ph": "M", "pid": one.rank, "tid": number, "name": "thread_name", "args": {"name": row}}
+        for row, number in rows.items()
+    ]
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -52,8 +52,7 @@ from torch.optim import SGD, Optimizer
 from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
 from labkit.profiling.step_cost import StepCost, step_cost
 from labkit.tables import bound, table
-from labkit.testing.compare import largest_difference
-from labkit.testing.verdict import moved, weights
+from labkit.testing.compare import largest_difference, moved, weights
 from miniddp.sharded import Zero2, Zero2Optimizer, ZeroRedundancyOptimizer, fully_shard
 
 Way = Callable[[nn.Module], tuple[nn.Module, Optimizer]]

@@ -60,8 +60,13 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
 from labkit.scenarios import sampled_completions as sampled
 from labkit.tables import bound, table
-from labkit.testing.compare import Comparison, gradients, largest_difference, ratio_and_cosine
-from labkit.testing.verdict import gradient_of
+from labkit.testing.compare import (
+    Comparison,
+    gradient_of,
+    gradients,
+    largest_difference,
+    ratio_and_cosine,
+)
 from miniddp import MiniDDP
 
 TOLERANCE = 1e-9  # relative, in float64

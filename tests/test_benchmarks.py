@@ -4,6 +4,7 @@ import json
 import math
 import re
 import runpy
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 from in_process import run_in_process
 
 from benchmark_options import MODELS
+from labkit.launch.ranks import run_ranks
 from labkit.launch.scripts import project_root
-from paired_timing import describe_machine
+from paired_timing import take_turns
 
 BENCHMARKS = "labs/benchmarks"
 STEP_TIME = f"{BENCHMARKS}/step_time.py"
@@ -48,12 +50,36 @@ def numbers(tree: Any) -> Iterator[float]:
 
 
 def report_on(*arguments: object) -> str:
-    ended = run_in_process(f"{BENCHMARKS}/report.py", *arguments)
+    ended = run_in_process(f"{BENCHMARKS}/race.py", *arguments)
     assert ended.code == 0, ended.stderr
     return ended.stdout
 
 
-# 1. The race --------------------------------------------------------------------------------------
+# 1. Turns that all ranks count alike -----------------------------------------------------------
+
+
+def test_a_turn_lasts_until_the_slowest_rank_is_done_and_all_ranks_say_the_same():
+    def work(rank: int) -> tuple[dict[str, list[float]], list[str]]:
+        called: list[str] = []
+
+        def slow_on_rank_1() -> None:
+            called.append("slow")
+            if rank == 1:
+                time.sleep(0.02)
+
+        programs = {"slow": slow_on_rank_1, "fast": lambda: called.append("fast")}
+        seconds = take_turns(programs, 3, lambda: called.append("after"))
+        assert len(seconds["slow"]) == len(seconds["fast"]) == 3
+        assert min(seconds["slow"]) >= 0.02
+        assert called[1::2] == ["after"] * 6
+        assert sorted(called[::2]) == ["fast"] * 3 + ["slow"] * 3
+        return seconds, called
+
+    first, second = run_ranks(work, 2)
+    assert first == second
+
+
+# 2. The race --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -102,25 +128,6 @@ def test_the_error_is_two_standard_errors_of_the_mean():
     assert module["mean_and_error"]([0.98, 0.98, 0.98, 1.06]) == "1.000 ± 0.040"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--only", "MiniDDP", "--json", "FILE"), "leave out --only, or --json"),
-        (("--copies", 0), "argument --copies: 0 is less than 1"),
-        (("--copies", 2, "--json", "FILE"), "with other --quick or --copies"),
-    ],
-)
-def test_options_that_do_not_fit_together_are_refused(arguments, said, tmp_path):
-    path = tmp_path / "step_time.json"
-    stored = json.dumps({"machine": describe_machine(), "quick": True, "cells": {}})
-    path.write_text(stored)
-    words = [path if word == "FILE" else word for word in arguments]
-    ended = run_in_process(STEP_TIME, *ONE_CELL, *words)
-    assert ended.code != 0
-    assert said in ended.stderr
-    assert path.read_text() == stored
-
-
 def test_the_stored_race_is_whole_and_the_page_shows_its_report_and_every_script():
     folder = project_root() / BENCHMARKS
     cells = json.loads((folder / "results" / "step_time.json").read_text())["cells"]
@@ -136,11 +143,11 @@ def test_the_stored_race_is_whole_and_the_page_shows_its_report_and_every_script
     assert set(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE)) == scripts
 
 
-# 2. The other scripts -----------------------------------------------------------------------------
+# 3. The other scripts -----------------------------------------------------------------------------
 
 
 def test_a_report_on_nothing_says_what_to_run_first(tmp_path):
-    ended = run_in_process(f"{BENCHMARKS}/report.py", tmp_path)
+    ended = run_in_process(f"{BENCHMARKS}/race.py", tmp_path)
     assert ended.code == 1
     assert "holds no step_time.json" in ended.stderr
 

@@ -6,13 +6,12 @@
 import importlib
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from labkit.launch.scripts import ScriptError, project_root
+from labkit.launch.scripts import project_root
 
 pytestmark = pytest.mark.slow
 REFERENCE = project_root() / "book/reference"
@@ -44,11 +43,6 @@ def test_a_row_is_repeated_beside_what_is_stored(capsys: pytest.CaptureFixture[s
     assert re.search(r"plain-wrong +W +1\.37 ∠ 0\.867 +1\.37 ∠ 0\.867 +documented", said)
 
 
-def test_each_row_has_a_lock_with_all_that_it_needs() -> None:
-    for name in survey("trainers").TRAINERS:
-        assert survey("environments").lock_of(name).is_file()
-
-
 def test_the_page_prints_the_stored_results() -> None:
     page, rows = survey("page"), survey("stored").rows()
     shown = survey("stored").PAGE.read_text().split(page.START)[1].split(page.END)[0]
@@ -66,34 +60,6 @@ def test_the_data_have_the_schema_and_each_row_says_what_it_promises() -> None:
         assert row["promise"] or not verdicts & {"broken", "kept"}, row["trainer"]
 
 
-def test_a_new_trainer_that_is_not_equal_is_stored_and_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainers, page = survey("trainers"), survey("page")
-    monkeypatch.setitem(trainers.TRAINERS, "mine", trainers.TRAINERS["plain-wrong"])
-    for name in ("RESULTS", "PAGE"):
-        copy = tmp_path / getattr(page, name).name
-        copy.write_text(getattr(page, name).read_text())
-        monkeypatch.setattr(page, name, copy)
-    page.store_rows({("mine", "K"): ("0.50 ∠ 0.900", "ratio 0.5000, cosine 0.9000")})
-    assert "[mine](trainer-mine) | no promise | token mean |" in page.PAGE.read_text()
-    (row,) = (one for one in json.loads(page.RESULTS.read_text()) if one["trainer"] == "mine")
-    assert row["cells"]["K"]["verdict"] == "no promise"
-
-
-def test_nothing_is_rewritten_if_the_page_cannot_be_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = survey("page")
-    results = tmp_path / "trainers.json"
-    results.write_text("[]")
-    monkeypatch.setattr(page, "RESULTS", results)
-    monkeypatch.setitem(page.PROPERTIES, "W", None)
-    with pytest.raises(TypeError):
-        page.write(survey("stored").rows(REFERENCE / "trainers.json"))
-    assert results.read_text() == "[]"
-
-
 def test_the_page_prints_the_stored_certificates() -> None:
     lab = survey("certified")
     shown = lab.PAGE.read_text().split(lab.START)[1].split(lab.END)[0]
@@ -109,22 +75,6 @@ def test_a_second_program_confirms_each_cell_that_is_not_equal_or_its_line_was_r
             assert cell["text"] == "equal" or stored.agrees(cell, found.get(key)), key
 
 
-@pytest.mark.parametrize(
-    ("texts", "verdict", "said"),
-    [
-        (["equal", "equal"], "equal", "yes"),
-        (["equal", "0.67 ∠ 0.837"], "different", "yes"),
-        (["equal", "0.67 ∠ 0.837"], "equal", "**no**"),
-        (["equal", "equal"], "scaled", "**no**"),
-        (["equal", "equal"], "not judged", "–"),
-    ],
-)
-def test_a_certificate_agrees_only_if_both_say_equal_or_neither(
-    texts: list[str], verdict: str, said: str
-) -> None:
-    assert survey("certified").agree(texts, {"verdict": verdict}) == said
-
-
 def test_a_certificate_has_the_samples_of_a_step_on_its_ranks_and_in_one_process() -> None:
     lab = survey("as_script")
     case = survey("trainers").TRAINERS["plain"].family.cases["WxK"]
@@ -134,26 +84,3 @@ def test_a_certificate_has_the_samples_of_a_step_on_its_ranks_and_in_one_process
     assert one.batches(0) == [first + second for first, second in both]
     first_window = ranks.by_rank()[: len(case.samples)]
     assert first_window == [s for rank in range(2) for batch in case.batches(rank) for s in batch]
-
-
-@pytest.mark.parametrize("hangs", [True, False])
-def test_a_cell_that_fails_is_named_and_the_cells_after_it_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
-) -> None:
-    lab = survey("measure")
-    job = [("plain", "W"), ("plain", "padding"), ("plain", "order")]
-    stems = [lab.stem(key) for key in job]
-
-    def second_fails(_: str, folder: Path, *words: str, **__: object) -> None:
-        for stem in words[::3]:
-            if stem == stems[1]:
-                if not hangs:
-                    (folder / f"{stem}.1.error").write_text("ValueError: no")
-                raise ScriptError("", "", None if hangs else 1)
-            for rank in range(2):
-                (folder / f"{stem}.{rank}.pt").touch()
-
-    monkeypatch.setattr(lab, "run_script", second_fails)
-    failures = lab.run_job(job, 2, tmp_path)
-    assert failures == {job[1]: "hangs" if hangs else "ValueError: no"}
-    assert (tmp_path / f"{stems[2]}.1.pt").exists()

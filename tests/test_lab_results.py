@@ -2,37 +2,15 @@
 
 import json
 import re
+from itertools import pairwise
 
-import nbformat
 import pytest
-import torch
-from torch import nn
 
-from labkit.launch.scripts import ScriptError, project_root, run_script
-from labkit.scenarios.toy_captioner import PRINTED
-from labkit.scenarios.unwrapped_loss import (
-    LEARNING_RATE,
-    PRINTED_DRIFT,
-    PRINTED_GRADIENTS,
-    draw_inputs_and_targets,
-)
+from labkit.launch.scripts import ScriptError, run_script
 
 ACCUMULATE = "labs/accumulate_vs_ddp.py"
-LIGHTNING = "labs/accumulate_vs_ddp_lightning.py"
-BYPASSED = "labs/bypassed_wrapper.py"
 NODE_FAILS = "labs/when_a_node_fails.py"
-THREADS = [f"{norm:.4f}" for norm in PRINTED.values()]
-AS_ONE_PROCESS = ["0.374", "0.161", "0.371", "0.250"]  # the gradient of sample 2
-
-
-def printed_in(chapter: str, code: str) -> str:
-    """The stored output of the cell that runs `code`, which every test run compares."""
-    cells = nbformat.read(project_root() / "book" / chapter, as_version=4).cells
-    (cell,) = (c for c in cells if c.cell_type == "code" and c.source.endswith(code))
-    return "".join(output.text for output in cell.outputs)
-
-
-# 1. Accumulation and DDP --------------------------------------------------------------------------
+# 1. The puzzles --------------------------------------------------------------------------
 
 
 def blocks(output: str) -> dict[str, list[list[str]]]:
@@ -46,19 +24,6 @@ def blocks(output: str) -> dict[str, list[list[str]]]:
     return found
 
 
-def test_the_threads_table_is_the_same_in_all_columns_and_on_all_ranks():
-    found = blocks(run_script(ACCUMULATE, ranks=4))
-    assert found == {"equal on ranks 0–3": [[norm] * 3 for norm in THREADS]}
-
-
-@pytest.mark.slow
-def test_with_another_seed_all_columns_change_and_agree():
-    output = run_script(ACCUMULATE, "--seed", "7", ranks=2)
-    assert "largest difference between the three, on any rank: < 1e-06" in output
-    (rows,) = blocks(output).values()
-    assert all(len(set(norms)) == 1 and norms[0] not in THREADS for norms in rows)
-
-
 def test_unseeded_data_differ_between_ranks_and_runs_and_the_columns_do_not_agree():
     first, second = (blocks(run_script(ACCUMULATE, "--unseeded", ranks=2)) for _ in range(2))
     assert list(first) == list(second) == ["rank 0 of 2", "rank 1 of 2"]
@@ -69,81 +34,24 @@ def test_unseeded_data_differ_between_ranks_and_runs_and_the_columns_do_not_agre
     assert [len(accumulated), len(by_hand), len(ddp)] == [2, 1, 1]
 
 
-def test_only_with_both_fixes_do_the_forum_programs_two_trainers_agree():
-    code = f'print(run_script("{LIGHTNING}"))'
-    output = printed_in("puzzles/accumulate_vs_ddp.ipynb", code)
-    norms: dict[str, list[list[str]]] = {}
-    for line in output.split("norm on rank 0")[1].splitlines():
-        if "accumulated" in line:
-            version, _, *found = line.split()
-            norms[version] = [found]
-        elif line.split()[:1] == ["DDP"]:
-            norms[version].append(line.split()[1:])
-    assert norms["both-fixed"] == [THREADS, THREADS]
-    assert norms["seed-moved"] == [THREADS, AS_ONE_PROCESS]
-    for accumulated, ddp in (norms["as-asked"], norms["strategy-removed"]):
-        assert accumulated not in (ddp, THREADS)
-
-
-@pytest.mark.slow
-def test_two_devices_that_accumulate_two_batches_agree_too_on_every_rank():
-    options = ["--version", "both-fixed", "--devices", "2", "--accumulate", "2"]
-    output = run_script(LIGHTNING, *options)
-    assert re.findall(r"^GPU .*", output, re.M) == [
-        f"GPU {rank}: batch_idx: {index}" for rank in (0, 1) for index in (0, 1)
-    ]
-    for name, norm in zip(PRINTED, THREADS, strict=True):
-        row = [line for line in output.splitlines() if line.startswith(f"{name} ")][-1]
-        assert row.split()[1:] == [norm] * 4
-
-
-# 2. The other puzzles -----------------------------------------------------------------------------
-
-
-def on_one_process(seed: int) -> list[str]:
-    """The gradient of weight[0] at each step, from both ranks' batches together."""
-    torch.manual_seed(seed)
-    module = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
-    found = []
-    for step in range(5):
-        of_ranks = [draw_inputs_and_targets(rank, step) for rank in (0, 1)]
-        x, y = (torch.cat(parts) for parts in zip(*of_ranks, strict=True))
-        optimizer.zero_grad()
-        ((module(x) - y) ** 2).mean().backward()
-        found.append(f"{module.weight.grad.flatten()[0].item():.5f}")
-        optimizer.step()
-    return found
-
-
-def test_the_bypassed_wrapper_prints_the_thirty_numbers_again():
-    lines = run_script(BYPASSED, "--fix", "wrapper", ranks=2).splitlines()
-    rows = [line.split() for line in lines if line.startswith(("bypassed", "fixed: wrapper"))]
-    printed = [f"{g:.5f}" for name in PRINTED_GRADIENTS for s in PRINTED_GRADIENTS[name] for g in s]
-    printed += [f"{drift:.6f}" for name in PRINTED_DRIFT for drift in PRINTED_DRIFT[name]]
-    assert [row[-3:] for row in rows] == [[number, number, "yes"] for number in printed]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fix", ["all-reduce", "prepared"])
-def test_with_another_seed_a_fix_gives_the_full_batch_of_one_process(fix):
-    output = run_script(BYPASSED, "--seed", "5", "--fix", fix, ranks=2)
-    assert "printed" not in output
-    fixed = [line.split()[-1] for line in output.splitlines() if line.startswith(f"fixed: {fix}")]
-    wanted = on_one_process(5)
-    assert (fixed[:10:2], fixed[1:10:2], fixed[10:]) == (wanted, wanted, ["0.000000"] * 5)
-    bug = [line.split()[-1] for line in output.splitlines() if line.startswith("bypassed")]
-    assert not set(bug[:10]) & set(wanted)
-
-
+# The exit code of a lab is its verdict; chapters store what most of them print.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lab", "options", "ranks"),
     [
+        ("accumulate_vs_ddp", ("--seed", "7"), 2),
+        (
+            "accumulate_vs_ddp_lightning",
+            ("--version", "both-fixed", "--devices", "2", "--accumulate", "2"),
+            None,
+        ),
+        ("bypassed_wrapper", ("--fix", "wrapper"), 2),
+        ("bypassed_wrapper", ("--seed", "5", "--fix", "prepared"), 2),
         ("mean_of_means", ("--seed", "4"), 1),
         ("mean_of_means", ("--seed", "4"), 3),
         ("sum_or_average", ("--seed", "7"), 4),
         ("which_mean", ("--equal", "tokens", "--seed", "1"), 3),
+        ("over_which_group", (), 4),
     ],
 )
 def test_a_lab_confirms_its_claims_with_other_seeds_and_ranks_too(lab, options, ranks):
@@ -186,17 +94,7 @@ def test_on_one_process_trainer_divides_by_the_window_where_the_model_lets_it():
     assert [rows[formula][0] for formula in FORMULAS] == ["0.2500", "0.2500", "1.0000"]
 
 
-def test_on_two_processes_the_default_is_the_full_batch_and_without_it_the_direction_is_wrong():
-    code = 'print(run_script("labs/mean_of_means_transformers.py", ranks=2))'
-    rows = rows_of_trainer(printed_in("puzzles/mean_of_means.ipynb", code))
-    assert len(rows) == 13
-    for name in FULL_BATCH:
-        assert rows[f"{name} 4×2×2 yes"][:2] == ["1.000", "1.0000"]
-        assert float(rows[f"{name} 4×2×2 no"][1]) < 0.9999
-    assert [rows[formula][0] for formula in FORMULAS] == ["0.1250", "0.2500", "1.0000"]
-
-
-# 3. Speed and scale -------------------------------------------------------------------------------
+# 2. Speed and scale -------------------------------------------------------------------------------
 
 AFTER = {"one all-reduce per parameter": 13, "flat": 1, "buckets": 6}
 DURING = {"per parameter, overlapped": 13, "buckets, overlapped": 6, "MiniDDP": 6, "torch DDP": 6}
@@ -232,20 +130,11 @@ def test_with_torchs_caps_all_but_the_first_bucket_wait_for_the_end_of_backward(
     events = json.loads((tmp_path / "torch-DDP.json").read_text())["traceEvents"]
     ready = [e["args"]["gradients_ready_at_launch"] for e in events if "all_reduce" in e["name"]]
     assert ready == [2, 12]
-
-
-def test_the_sharded_ways_send_and_hold_what_the_formulas_say():
-    output = printed_in("scale/in_pieces.ipynb", 'print(run_script("labs/in_pieces.py", ranks=4))')
-    rows = [re.split(r"\s{2,}", line) for line in output.splitlines()[3:]]
-    found = {name: (error, float(sent), float(held)) for name, error, sent, held, *_ in rows}
-    assert found == {
-        "torch DDP": ("< 1e-05", 1.5, 3.0),
-        "ZeRO-1": ("< 1e-05", 2.25, 2.25),
-        "ZeRO-2": ("< 1e-05", 1.5, 1.5),
-        "fully_shard": ("< 1e-05", 2.25, 0.75),
-        "fully_shard, kept whole": ("< 1e-05", 1.5, 0.75),
-        "torch fully_shard": ("< 1e-05", 2.25, 0.75),
-    }
+    per_parameter = (tmp_path / "per-parameter-overlapped.json").read_text()
+    events = [e for e in json.loads(per_parameter)["traceEvents"] if e["ph"] == "X"]
+    for row in {event["tid"] for event in events}:  # a viewer draws spans that overlap wrongly
+        spans = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == row)
+        assert all(a + length <= b + 1e-3 for (a, length), (b, _) in pairwise(spans))
 
 
 def test_the_hierarchical_lab_counts_the_bytes_of_the_theory_and_sums_alike_on_all_ranks():
@@ -262,38 +151,6 @@ def test_on_one_node_the_lab_says_that_nothing_leaves_it_and_how_to_start_two():
     assert "no byte leaves it" in output
     assert "labkit.launch.nodes --nodes 2" in output
     assert not re.search("nan|theory", output)
-
-
-OF_A_BUG = {
-    "averaged over 4 ranks, × 2": ("0.500", "1.000", "scale bug"),
-    "copies of terms summed": ("2.000", "1.000", "scale bug"),
-    "tokens counted on all ranks": ("0.500", "1.000", "scale bug"),
-    "averaged over shards only": ("2.000", "1.000", "scale bug"),
-    "divided in the log only": ("11.000", "1.000", "scale bug"),
-    "divided by micro-batches, too": ("0.500", "1.000", "scale bug"),
-}
-OF_ITS_PARAMETER = {
-    "norm summed along data only": ("norm", "copies differ"),
-    "row bias summed once more": ("down_bias", "2.000"),
-    "row bias ÷ 2, not summed": ("down_bias", "0.500"),
-    "router summed along data only": ("router", "copies differ"),
-    "weights zero in forward only": ("router", "direction bug"),
-    "experts averaged over copies": ("up", "2.000"),
-    "tied weight summed along data only": ("tied", "copies differ"),
-}
-
-
-def test_on_every_mesh_the_rule_is_right_and_a_factor_is_the_size_of_the_wrong_group():
-    rows = {}
-    for line in run_script("labs/over_which_group.py", ranks=4).splitlines():
-        way, *cells = re.split(r"  +", line.strip())
-        rows[way] = [*rows.get(way, []), *cells]
-    assert rows["the rule"] == ["1.000", "1.000", "right"] * 5
-    for way, expected in OF_A_BUG.items():
-        ratio, cosine, *_, kind = rows[way]
-        assert (ratio, cosine, kind) == expected
-    for way, expected in OF_ITS_PARAMETER.items():
-        assert set(expected) <= set(rows[way]), way
 
 
 @pytest.mark.parametrize("link", [(), ("--gbit", 1)], ids=["gloo", "slow link"])
@@ -343,13 +200,6 @@ def test_without_the_optimizers_state_or_with_other_buckets_the_bits_differ(
     output = run_script(NODE_FAILS, *arguments, ranks=4, max_restarts=1)
     assert "resumed at step 4\n" in output
     assert weights_of(output) != unbroken
-
-
-def test_a_missing_rank_is_named_and_the_run_ends():
-    code = 'print("its node is gone:", *missing(runs.gone), sep="\\n  ")'
-    output = printed_in("scale/two_nodes.ipynb", code)  # it refuses a run that did not end
-    for said in ("stuck", "gone"):
-        assert f'{said}: rank 1, last seen at "step 5: its batch"' in output
 
 
 def test_restarts_are_refused_where_ranks_would_read_stale_addresses(monkeypatch):

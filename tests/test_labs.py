@@ -112,11 +112,9 @@ def test_where_ranks_differ_each_table_is_below_the_ranks_that_have_it():
     assert below_their_ranks(["a"]) == "rank 0 of 1\na"
 
 
-BY_HAND = "average_gradients(by_hand)\n"
 DDP = "    ddp(pixels, captions).backward()\n"
 NAN_ON_RANK_1 = "    if rank == 1:\n        ddp.module.decoder.bias.grad.fill_(torch.nan)\n"
 QUICK = ("trained_captioner()", "trained_captioner(steps=1)")
-SCALE = "return [loss_scale(sum(counts), device=device)] * len(counts)"
 LOGGED = "return global_mean(logged, sum(counts)).item()"
 FOUND = "found = gradients(replica)"
 NAN_FOUND = "found = [g + (torch.nan if place.rank else 0) for g in gradients(replica)]"
@@ -138,19 +136,7 @@ APART = "accumulated and distributed gradients do not agree"
 
 # A lab, changes to it, arguments, and what it says.
 BROKEN = {
-    "a sum": (
-        "accumulate_vs_ddp",
-        [(BY_HAND, BY_HAND.replace(")", ', combine="sum")'))],
-        (),
-        APART,
-    ),
     "a NaN": ("accumulate_vs_ddp", [(DDP, DDP + NAN_ON_RANK_1)], (), APART),
-    "a factor": (
-        "mean_of_means",
-        [QUICK, (SCALE, SCALE.replace("device)]", "device) / 2]"))],
-        (),
-        WHOLE_STEP,
-    ),
     "a NaN on rank 1": ("mean_of_means", [QUICK, (FOUND, NAN_FOUND)], (), WHOLE_STEP),
     "a logged NaN": (
         "mean_of_means",
@@ -169,12 +155,6 @@ BROKEN = {
         [],
         ("--way", "own window", "--equal", "tokens"),
         "one process for: SFT, DPO, GRPO, Dr. GRPO, DAPO, DAPO, per prompt, GSPO\n",
-    ),
-    "an average for a sum": (
-        "sum_or_average",
-        [("hook(None, total)", "hook(None, average)"), ("import total", "import average, total")],
-        (),
-        "not what one process does: mean loss, sum",
     ),
     "a NaN under torch's DDP": (
         "sum_or_average",

@@ -120,25 +120,13 @@ def test_both_wheels_work_beside_what_they_require_and_nothing_else(
     assert done.stdout == "[]\nddp-doctor 0.1.0\n", done.stderr
 
 
-# The distribution that brings a module; the trainers of surveys/trainers need not be here.
-DISTRIBUTIONS = metadata.packages_distributions() | {
-    "composer": ["mosaicml"],
-    "ignite": ["pytorch-ignite"],
-    "open_clip": ["open-clip-torch"],
-    "pytorch_metric_learning": ["pytorch-metric-learning"],
-    "sentence_transformers": ["sentence-transformers"],
-    "swift": ["ms-swift"],
-}
-# The surveys' own requirements, per environment.
-LOCKS = ROOT.glob("surveys/*/locks/*.txt")
-LOCKED = {line.partition("==")[0] for lock in LOCKS for line in lock.read_text().splitlines()}
+# The surveys have their own requirements, per environment.
 EXTRAS_OF = {
     "src/miniddp": (),
     "src/ddp_doctor": (),
     "src/labkit": ("book",),
     "src/grader": ("grader",),
     "labs": ("book", "grader"),
-    "surveys": ("book", "grader", "test"),
     "tests": ("book", "grader", "test"),
     "tools": (),
     "book": ("book", "test"),
@@ -146,12 +134,9 @@ EXTRAS_OF = {
 
 
 def imported_by(folder: str) -> set[str]:
-    """The top-level modules that the Python files below `folder` import.
-
-    Without the shims of other people's programs, which bring their own packages.
-    """
+    """The top-level modules that the Python files below `folder` import."""
     found = set()
-    for path in (path for path in (ROOT / folder).rglob("*.py") if "shims" not in path.parts):
+    for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
@@ -173,11 +158,8 @@ def test_every_package_that_the_code_imports_is_declared(folder: str) -> None:
     }
     foreign = imported_by(folder) - own - set(sys.stdlib_module_names) - {"torch"}
     declared = {canonicalize_name(p) for extra in EXTRAS_OF[folder] for p in EXTRAS[extra]}
-    if folder == "surveys":
-        declared |= set(map(canonicalize_name, LOCKED))
-    brings = {
-        name: set(map(canonicalize_name, DISTRIBUTIONS.get(name, [name]))) for name in foreign
-    }
+    bringing = metadata.packages_distributions()
+    brings = {name: set(map(canonicalize_name, bringing.get(name, [name]))) for name in foreign}
     undeclared = [name for name, brought in brings.items() if not brought & declared]
     assert undeclared == [], f"{folder} imports what pyproject.toml does not declare"
 

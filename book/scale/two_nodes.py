@@ -19,14 +19,7 @@ from matplotlib.figure import Figure
 
 from labkit.book.figures import RANKS, TRUTH, use
 from labkit.launch.scripts import ScriptError, run_script
-from labkit.profiling.cost_model import (
-    Backward,
-    Link,
-    hierarchical_seconds,
-    ring,
-    simulate,
-    tree,
-)
+from labkit.profiling.cost_model import Backward, Link, ring, simulate, tree
 from labkit.profiling.sweeps import backward_like
 
 LAB = "labs/when_a_node_fails.py"
@@ -108,8 +101,10 @@ def _tree(world_size: int, nbytes: int) -> float:
 
 
 def _hierarchical(world_size: int, nbytes: int) -> float:
-    nodes = world_size // RANKS_PER_NODE
-    return hierarchical_seconds(nodes, RANKS_PER_NODE, nbytes, INSIDE, ACROSS)
+    # A ring in each node, then rings across: the ranks of a node share its link, and
+    # send together what one ring over the nodes would send.
+    across = ACROSS.seconds(ring(world_size // RANKS_PER_NODE, nbytes))
+    return INSIDE.seconds(ring(RANKS_PER_NODE, nbytes)) + across
 
 
 ALL_REDUCES: dict[str, Callable[[int, int], float]] = {

@@ -9,12 +9,15 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book import figures, table
-from labkit.launch import project_root
-from labkit.profiling import Link, draw_together, sweeps
-from labkit.profiling.recorded_ways import buckets_in_first_steps
-from labkit.scenarios.toy_steps import stack_of_linears
+from labkit.launch import project_root, run_ranks
+from labkit.profiling import Link, Recorder, draw_together, sweeps
+from labkit.profiling.cost_model import Backward, SimulatedStep
+from labkit.profiling.recording import Collective, Gradient, RankRecording, Recording
+from labkit.scenarios.toy_steps import loss_of, stack_of_linears
 from miniddp.buckets import MIB
 
 Plan = list[list[int]]
@@ -81,11 +84,31 @@ def draw_steps(
     """One timeline per simulated step; `forward` is in seconds."""
     draw_together(
         {
-            name: sweeps.as_recording(step, computed, plans[name], forward=forward)
+            name: _as_recorded(step, computed, plans[name], forward)
             for name, step in steps.items()
         }
     )
     plt.show()
+
+
+def _as_recorded(
+    step: SimulatedStep, computed: Backward, plan: Plan, forward: float
+) -> Recording:
+    gradients = tuple(
+        Gradient(str(place), *gradient)
+        for place, gradient in enumerate(
+            zip(computed.bytes, computed.ready, strict=True)
+        )
+    )
+    sent = []
+    for number, (bucket, (launched, _, done)) in enumerate(
+        zip(plan, step.sent, strict=True)
+    ):
+        size = sum(computed.bytes[place] for place in bucket)
+        last = 1 + max(bucket)
+        sent.append(Collective("all_reduce", size, last, number, launched, done))
+    spans = ((0.0, forward),)
+    return Recording((RankRecording(0, 0.0, step.end, spans, gradients, tuple(sent)),))
 
 
 def table_of_steps(
@@ -109,7 +132,7 @@ def buckets_of_torch(options: Sequence[Mapping[str, Any]]) -> str:
     stack, batch = stack_of_linears(samples=64)
     rows = []
     for keywords in options:
-        of_steps = buckets_in_first_steps(stack, batch, **keywords)
+        of_steps = run_ranks(_first_steps, 2, stack, batch, keywords, device="cpu")[0]
         shown = [
             " ".join(f"{size / MIB:.0f}" for size in sizes) for sizes, _ in of_steps
         ]
@@ -117,3 +140,19 @@ def buckets_of_torch(options: Sequence[Mapping[str, Any]]) -> str:
         rows.append([name or "default", *shown, of_steps[-1][1]])
     headers = ["step 1, MiB", "step 2", "step 3", "step 3 overlaps"]
     return table(["torch DDP", *headers], rows)
+
+
+def _first_steps(
+    rank: int, model: nn.Module, inputs: Tensor, options: Mapping[str, Any]
+) -> list[tuple[list[int], bool]]:
+    """Per step: the bytes of its buckets, without messages of flags; its overlap."""
+    recorder = Recorder(model)
+    ddp = DistributedDataParallel(model, process_group=recorder, **options)
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        with recorder:
+            loss_of(ddp(inputs.chunk(2)[rank])).backward()
+        sizes = [one.bytes for one in recorder.recorded.buckets() if one.bytes >= 100]
+        found.append((sizes, recorder.recorded.overlaps()))
+    return found

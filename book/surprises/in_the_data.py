@@ -16,8 +16,7 @@ from torch.utils.data import DistributedSampler
 from labkit.book import figures
 from labkit.launch.ranks import run_ranks
 from labkit.scenarios.rare_samples import Problem
-from labkit.testing.compare import flatten
-from labkit.testing.verdict import gradient_of
+from labkit.testing.compare import flatten, gradient_of
 
 STEPS, MASKS = 200, 4000
 

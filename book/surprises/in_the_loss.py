@@ -21,8 +21,8 @@ from labkit.testing import (
     try_variants,
     under_ddp,
 )
+from labkit.testing.compare import Verdicts
 from labkit.testing.variants import LossOnRows, Variant
-from labkit.testing.verdict import Verdicts
 
 
 class TwoTowers(nn.Module):

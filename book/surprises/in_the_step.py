@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from labkit.book import figures
 from labkit.launch.ranks import run_ranks
 from labkit.scenarios.rare_samples import Problem
-from labkit.testing.compare import flatten
-from labkit.testing.verdict import Verdicts, gradient_of, verdicts
+from labkit.testing.compare import Verdicts, flatten, gradient_of, verdicts
 
 # Powers of two: multiplying by them changes no digit of a gradient in float32.
 FACTORS = [2.0**power for power in range(-30, 19)]

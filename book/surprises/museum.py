@@ -4,7 +4,7 @@ tests; and the figures, tables, and lists of what was found.
 Functions that start ranks return what they found by the exhibit's name.
 """
 
-import sys
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -110,7 +110,7 @@ def catalog() -> Markdown:
         of_kind = [exhibit for exhibit in museum.exhibits() if exhibit.bug == kind]
         rooms.append(f"**{kind.capitalize()}** ({len(of_kind)})\n")
         for exhibit in of_kind:
-            text = sys.modules[exhibit.wrap.__module__].__doc__ or ""
+            text = inspect.getdoc(exhibit.wrap) or ""
             said = next(p for p in text.split("\n\n") if p.startswith("Symptom: "))
             symptom = " ".join(said.removeprefix("Symptom: ").split())
             symptom = symptom[0].upper() + symptom[1:]

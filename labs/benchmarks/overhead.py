@@ -35,12 +35,7 @@ from labkit.launch.ranks import run_ranks
 from labkit.tables import table
 from miniddp import MiniDDP
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
-from paired_timing import (
-    BenchmarkModel,
-    paired_ratio,
-    take_turns,
-    write_json,
-)
+from paired_timing import BenchmarkModel, paired_ratio, take_turns, write_json
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "the module alone": lambda module: module,

@@ -2,8 +2,7 @@
 
 Two programs are compared within one run: they take turns in the same processes. If the machine
 slows down for a while, it slows both, and the median *ratio* of the two over all turns hardly
-changes. Times from separate runs can differ by more than the effect of interest. A turn that
-another program disturbed can be repeated.
+changes. Times from separate runs can differ by more than the effect of interest.
 """
 
 import contextlib
@@ -77,7 +76,6 @@ def take_turns(
     programs: Mapping[str, Callable[[], object]],
     rounds: int,
     after: Callable[[], object],
-    patience: float = 0.0,
     seed: int = 0,
     blocks: Sequence[Sequence[str]] = (),
 ) -> dict[str, list[float]]:
@@ -90,10 +88,6 @@ def take_turns(
     it leaves a barrier, and the slowest rank counts, so all ranks return the same seconds, in the
     order of rounds. `after` runs after each turn and is not timed. A program that returns a float
     reports its own time, in seconds.
-
-    A turn is disturbed if other programs used more CPU time than 5 % of (cores × the turn's length)
-    plus 20 ms. The 20 ms allow for the system clock's 10 ms ticks. Disturbed turns are repeated
-    until they have cost `patience` seconds. Only Linux can tell; elsewhere, every turn counts.
     """
     groups = [list(block) for block in blocks or [list(programs)]]
     shuffle = random.Random(seed).shuffle
@@ -103,26 +97,14 @@ def take_turns(
         for group in groups:
             shuffle(group)
         for name in chain.from_iterable(groups):
-            while True:
-                dist.barrier()
-                busy, own, begin = _busy(), time.process_time(), time.perf_counter()
-                told = programs[name]()
-                taken = time.perf_counter() - begin
-                if isinstance(told, float):
-                    taken = told
-                spent = torch.tensor([taken, time.process_time() - own], dtype=torch.float64)
-                slowest, together = spent.clone(), spent
-                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-                dist.all_reduce(together)
-                others = _busy() - busy - together[1]  # read now: `after` is work of our own
-                after()
-                allowed = 0.05 * (os.cpu_count() or 1) * slowest[0] + 0.02
-                disturbed = torch.tensor([others > allowed])
-                dist.broadcast(disturbed, 0)
-                if not disturbed or patience <= 0:
-                    break
-                patience -= slowest[0].item()
-            seconds[name].append(round(slowest[0].item(), 6))
+            dist.barrier()
+            begin = time.perf_counter()
+            told = programs[name]()
+            taken = told if isinstance(told, float) else time.perf_counter() - begin
+            slowest = torch.tensor(taken, dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            after()
+            seconds[name].append(round(slowest.item(), 6))
     return seconds
 
 
@@ -138,16 +120,6 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(M_TOP_PAD, 64 << 20)
         mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc takes
-
-
-def _busy() -> float:
-    """The seconds that all processors of this machine have worked; 0 if the system does not say."""
-    try:
-        first = Path("/proc/stat").read_text().split("\n", 1)[0]
-    except OSError:
-        return 0.0
-    user, nice, system, _idle, _iowait, *interrupts = map(int, first.split()[1:8])
-    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -27,7 +27,7 @@ gives the lower limit for any plan, max(compute, t₁ + C):
 torch's DDP runs with its defaults, with gradient views, and with each of several bucket caps. With
 `--device cuda` each rank has a GPU of its own, if there are enough, and uses NCCL. A turn then ends
 when the GPU is done. There is no slow link. This mode has not been run yet. `--json FILE` adds the
-seconds of each cell to FILE and keeps the cells that are already there; `report.py` prints them.
+seconds of each cell to FILE and keeps the cells that are already there; `race.py` prints them.
 """
 
 # ruff: noqa: E402
@@ -60,13 +60,6 @@ def arguments_of_this_benchmark() -> argparse.Namespace:
     arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments.add_argument(
         "--rounds", type=positive, default=15, help="rounds of turns (default 15)"
-    )
-    arguments.add_argument(
-        "--patience",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="a cell's time for repeating turns that other programs disturbed (default 0)",
     )
     arguments.add_argument(
         "--before",
@@ -293,8 +286,8 @@ def race(
         blocks.append([f"{name} {copy}" for name in racing])
     alone = Alone(track)
     steps |= {"compute": alone.compute, "t1": alone.first_gradient, "C": alone.all_bytes}
-    take_turns(steps, WARM_UP, track.clear, 0.0, seed, blocks)
-    turns = take_turns(steps, given.rounds, track.clear, given.patience, seed + 1, blocks)
+    take_turns(steps, WARM_UP, track.clear, seed, blocks)
+    turns = take_turns(steps, given.rounds, track.clear, seed + 1, blocks)
     seconds, ratios = with_copies_together(turns, racing, given.copies)
     cell = {"parameters": len(alone.parameters), "bytes": alone.nbytes, "seconds": seconds}
     return cell, ratios

@@ -62,8 +62,3 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """
     # A private interface of autograd; there is no public one. This is its only use.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def backward_is_running() -> bool:
-    """Whether the caller is called by a backward pass, as hooks and checkpoints are."""
-    return torch._C._current_graph_task_id() != -1  # private; there is no public one

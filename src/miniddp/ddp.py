@@ -43,6 +43,11 @@ def is_wrapped(module: nn.Module) -> bool:
     return isinstance(module, MiniDDP | nn.parallel.DistributedDataParallel)
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a part of `module` says that it averages the gradients of its own shards."""
+    return any(getattr(part, "averages_its_shards", False) for part in module.modules())
+
+
 class MiniDDP(nn.Module):
     """Averages the gradients of `module` over the ranks of a process group, during backward.
 
@@ -59,7 +64,7 @@ class MiniDDP(nn.Module):
     Raises:
         RuntimeError: the ranks' models or settings differ, or nothing is trainable. With
             `init_sync`, every rank raises, even if only one has the cause.
-        TypeError: `module` is no module or is wrapped already, or a keyword is unknown.
+        TypeError: `module` is no module, wrapped, or sharded already, or a keyword is unknown.
         ValueError: no process group, this rank is outside it, or the cap is invalid.
     """
 
@@ -107,7 +112,7 @@ class MiniDDP(nn.Module):
         problem: Exception | None = None
         try:
             wrapped = is_wrapped(self.module) and not self.takes_wrappers
-            if not isinstance(self.module, nn.Module) or wrapped:
+            if not isinstance(self.module, nn.Module) or wrapped or is_sharded(self.module):
                 raise TypeError(errors.cannot_be_wrapped(self.module))
             state = self.state_to_broadcast()
             self.resolve_settings()

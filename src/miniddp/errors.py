@@ -52,11 +52,14 @@ def unknown_keywords(names: Sequence[str]) -> str:
 
 
 def cannot_be_wrapped(module: object) -> str:
-    """`module` is no module, or a wrapper."""
+    """`module` is no module, a wrapper, or sharded."""
     kind = type(module).__name__
     if not isinstance(module, torch.nn.Module):
         return f"MiniDDP wraps an nn.Module, but got {module!r}, of type {kind}."
-    return f"This module is a {kind}, which averages its gradients already: wrap its .module."
+    return (
+        f"This module is a {kind}, which averages its gradients already, or those of a part of it: "
+        "use it as it is, or wrap the plain module, such as a wrapper's .module."
+    )
 
 
 def different(what: str, rank: int, every: Sequence[Mapping[str, str]], advice: str) -> str:

@@ -110,7 +110,7 @@ def judge(key: Key, folder: Path, failures: dict[Key, str]) -> Cell:
     """Compare a cell's gradient, on every rank, with the wanted one or with its base's."""
     import torch
 
-    from labkit.testing.verdict import verdicts
+    from labkit.testing.compare import verdicts
 
     case = case_of(key)
     base = (key[0], case.base)

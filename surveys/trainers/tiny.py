@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from labkit.testing import verdict
+from labkit.testing import compare
 from surveys.trainers.cases import EOS, PAD, VOCABULARY, Case, Deal, Sample, wanted
 
 IGNORED = -100
@@ -85,7 +85,7 @@ def gradient_of(weighted: list[tuple[Sample, float]], likely: bool = False) -> l
         found = losses(net, batch)
         return ((found * found.detach().neg().exp() if likely else found).sum(1) * weights).sum()
 
-    return verdict.gradient_of(model(), loss)
+    return compare.gradient_of(model(), loss)
 
 
 def references(case: Case, promise: str) -> dict[str, list[Tensor]]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import termios
 from fcntl import ioctl
-from pathlib import Path
 
 import pytest
 from cluster.threads_table import expect_the_threads_table
@@ -79,12 +78,6 @@ def test_a_failure_on_either_host_is_the_exit_code_and_the_other_host_is_stopped
 WATCH = "while ip link show eth0 | grep -q LOWER_UP; do sleep 0.1; done; echo noticed"
 
 
-def test_an_unplugged_cable_carries_nothing():
-    done = two_hosts("--unplug", "1", "bash", "-c", WATCH)
-    assert done.stdout.count("noticed") == 2, done.stderr
-    assert "the cable is unplugged" in done.stderr
-
-
 def test_the_cable_is_unplugged_also_if_one_host_has_ended():
     watch = f"[ $TWO_HOSTS_NUMBER = 1 ] || {{ {WATCH}; }}"
     done = two_hosts("--unplug", "1", "--grace", "60", "bash", "-c", watch)
@@ -130,6 +123,7 @@ def test_the_command_starts_once_both_hosts_have_plugged_the_cable_in(before_hos
     done = two_hosts("--unplug", "1", "timeout", "100", "bash", "-c", f"{started}; {WATCH}")
     assert done.stdout.count("with a carrier") == 2
     assert done.stdout.count("noticed") == 2
+    assert "the cable is unplugged" in done.stderr
 
 
 def test_a_host_that_does_not_come_up_is_the_exit_code_and_the_other_is_stopped(
@@ -196,25 +190,6 @@ def test_what_cannot_be_run_is_said_before_anything_is_made(words, said):
     done = two_hosts(*words)
     assert done.returncode == 2
     assert said in done.stderr
-
-
-def without(tool: str, path: Path) -> str:
-    """A PATH with everything of this machine's but one command."""
-    path.mkdir()
-    for folder in reversed(os.environ["PATH"].split(":")):
-        for command in Path(folder).glob("*"):
-            link = path / command.name
-            link.unlink(missing_ok=True)
-            if command.name != tool:
-                link.symlink_to(command)
-    return str(path)
-
-
-def test_a_missing_tool_is_named_with_its_package(tmp_path):
-    environment = {**os.environ, "PATH": without("ip", tmp_path / "bin")}
-    done = run_guarded([TWO_HOSTS, "true"], 300, env=environment)
-    assert done.returncode == 2
-    assert 'there is no "ip" on this machine (Debian: apt-get install iproute2' in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch import run_ranks
-from labkit.testing.compare import gradients, ratio_and_cosine
-from labkit.testing.verdict import kind_of
+from labkit.testing.compare import gradients, kind_of, ratio_and_cosine
 from miniddp.extras.comm_hooks import total
 
 

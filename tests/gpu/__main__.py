@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from labkit.launch.scripts import ScriptError
 from labkit.profiling.gpu_report import GpuReport, Proof
 from labkit.tables import table
 
@@ -99,7 +98,7 @@ def prove(part: Part, machine: Machine) -> Iterator[Proof]:
     except Exception as error:
         traceback.print_exc()
         first = (str(error).strip().splitlines() or [""])[0][:120]
-        late = isinstance(error, TimeoutError | subprocess.TimeoutExpired | ScriptError)
+        late = isinstance(error, TimeoutError | subprocess.TimeoutExpired)
         if late and machine.deadline.over:
             detail = f"did not end in {machine.deadline.seconds:.0f} s"
             yield Proof(part.name, part.claim, "", "not proved", detail)

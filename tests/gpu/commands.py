@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
-from unittest import mock
 
 from labkit.launch.guard import run_guarded
-from labkit.launch.scripts import ScriptError, project_root, run_script
+from labkit.launch.scripts import project_root
 
 from .machine import ENVIRONMENT, CannotProveError, Evidence, Machine
 
@@ -25,6 +24,7 @@ LABS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("buckets_that_overlap", (), 2),
 )
 """Script, arguments, ranks. Their exit codes are their own verdicts."""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 REHEARSED = ("test_ddp_namedtuple", "test_ddp_grad_div_uneven_inputs")
 # It hands the wrapper's logger on to torch's C++, which takes no other.
 DECLINED = "test_compute_bucket_assignment_by_size_sparse_error_with_logger"
@@ -41,24 +41,18 @@ def python(machine: Machine, *words: str) -> CompletedProcess[str]:
 def find_labs(machine: Machine) -> Iterator[Evidence]:
     for lab, arguments, ranks in LABS if machine.kind == "cuda" else LABS[3:4]:
         what = " ".join((f"labs/{lab}.py", *arguments))
-        left = machine.deadline.left(300.0)
-        try:
-            # Forked ranks would share a process that has asked for GPUs; fresh ones start alone.
-            with mock.patch.dict(os.environ, ENVIRONMENT, LABKIT_DEVICE=machine.kind):
-                fresh = machine.kind == "cuda"
-                run_script(f"labs/{lab}.py", *arguments, ranks=ranks, fresh=fresh, timeout=left)
-        except ScriptError as error:
-            if error.exit_code is None and machine.deadline.over:
-                raise
-            yield Evidence(what, machine.group(ranks).label, False, str(error).splitlines()[-1])
-            continue
-        yield Evidence(what, machine.group(ranks).label, True, "exit code 0: its own verdict")
+        # Forked ranks would share a process that has asked for GPUs; these start alone.
+        done = python(machine, *TORCHRUN, f"--nproc-per-node={ranks}", *what.split())
+        if done.returncode:
+            print(done.stdout[-2000:], done.stderr[-2000:], sep="\n")
+        said = f"exit code {done.returncode}: its own verdict"
+        yield Evidence(what, machine.group(ranks).label, done.returncode == 0, said)
 
 
 def find_doctor(machine: Machine) -> Iterator[Evidence]:
     """The lab prints a hash of its weights after twelve steps: they have the same bits."""
     lab = "labs/when_a_node_fails.py"
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    torchrun = (*TORCHRUN, "--nproc-per-node=2")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         options = ("--folder", folder, "--json", str(file), "--quiet", "--fail-on", "error")

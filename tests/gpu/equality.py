@@ -6,7 +6,6 @@ torch's, and the gradients of the first step with those of one process that has 
 """
 
 import copy
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -145,13 +144,16 @@ def compare(
 ) -> dict[str, dict[str, tuple[Distance, Distance]]]:
     """On each rank: by case and model, the distances to torch's DDP and to one process."""
     deterministic(device)
-    return {
-        name: {
-            one: distances(CASES[kind](device)[name], one, rank, world_size, device)
-            for one in models
-        }
-        for name, models in models_of.items()
-    }
+    found: dict[str, dict[str, tuple[Distance, Distance]]] = {}
+    for name, case in CASES[kind](device).items():
+        found[name] = {}
+        for one in models_of[name]:
+            try:
+                found[name][one] = distances(case, one, rank, world_size, device)
+            except Exception as error:
+                error.add_note(f"The case was: {name}, with the model: {one}")
+                raise
+    return found
 
 
 def distances(
@@ -160,15 +162,11 @@ def distances(
     """How far one model's training by ours is from that by torch's DDP, and by one process."""
     inputs = torch.device("cpu") if case.moves_inputs else device
     module = model(name, device)
-    try:
-        first, ours = train(case.ours(copy.deepcopy(module)), name, rank, inputs, case)
-        to_one = distance(first, full_batch(name, world_size, device, case))
-        theirs = ours
-        if case.theirs_on_cpu or device.type == "cuda":
-            _, theirs = train(case.theirs(copy.deepcopy(module)), name, rank, inputs, case)
-    except Exception as error:
-        error.add_note(f"The model was: {name}")
-        raise
+    first, ours = train(case.ours(copy.deepcopy(module)), name, rank, inputs, case)
+    to_one = distance(first, full_batch(name, world_size, device, case))
+    theirs = ours
+    if case.theirs_on_cpu or device.type == "cuda":
+        _, theirs = train(case.theirs(copy.deepcopy(module)), name, rank, inputs, case)
     return distance(ours, theirs), to_one
 
 
@@ -183,22 +181,9 @@ def find(machine: Machine, kind: str) -> Iterator[Evidence]:
             name: tuple(one for one in case.models if one in kept and one != left_out)
             for name, case in cases.items()
         }
-        try:  # all in one start of the ranks
-            found = group.run(compare, kind, models_of)
-        except CannotProveError:
-            raise
-        except Exception:  # one start for each, to know which one raises
-            traceback.print_exc()
-            found = None
-        for name, models in models_of.items():
-            try:
-                of_ranks = found or group.run(compare, kind, {name: models})
-            except CannotProveError:
-                raise
-            except Exception as error:
-                yield Evidence(name, group.label, False, f"{type(error).__name__}: {error}"[:120])
-                continue
-            yield judge(name, group, cases[name], [of_rank[name] for of_rank in of_ranks])
+        of_ranks = group.run(compare, kind, models_of)
+        for name, case in cases.items():
+            yield judge(name, group, case, [of_rank[name] for of_rank in of_ranks])
 
 
 def judge(

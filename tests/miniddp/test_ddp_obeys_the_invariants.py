@@ -11,23 +11,13 @@ from miniddp import MiniDDP
 from miniddp.torch_drop_in import DistributedDataParallel
 
 CHECKS = (*INVARIANTS, communication_overlaps_backward)
-WRAPPERS = pytest.mark.parametrize("wrapper", [MiniDDP, DistributedDataParallel])
 
 
-@WRAPPERS
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_it_obeys_every_invariant_and_overlaps(wrapper, world_size):
+@pytest.mark.parametrize("wrapper", [MiniDDP, DistributedDataParallel])
+def test_it_obeys_every_invariant_and_overlaps(wrapper):
     def work():
         ddp = partial(wrapper, find_unused_parameters=True)
         small_views = partial(ddp, bucket_cap_mb=0.0003, gradient_as_bucket_view=True)
         return [violations(wrap, invariants=CHECKS) for wrap in (ddp, small_views)]
 
-    assert run_ranks(work, world_size, timeout=600, device="cpu") == [[{}, {}]] * world_size
-
-
-@WRAPPERS
-def test_by_default_it_fails_only_where_parameters_are_unused_as_torchs_does(wrapper):
-    def work():
-        return list(violations(wrapper, invariants=CHECKS))
-
-    assert run_ranks(work, 3, timeout=600, device="cpu") == [["missing_counts_as_zeros"]] * 3
+    assert run_ranks(work, 3, timeout=600, device="cpu") == [[{}, {}]] * 3

@@ -33,14 +33,6 @@ def test_every_rung_obeys_every_invariant_and_two_overlap():
     assert run_ranks(work, 3, timeout=600, device="cpu") == [expected] * 3
 
 
-def test_buckets_of_any_size_obey_every_invariant():
-    def work():
-        rungs = [partial(BucketedOverlapped, bucket_cap_mb=mib) for mib in (0, 0.0003, 100)]
-        return [list(violations(rung)) for rung in rungs]
-
-    assert run_ranks(work, 2, timeout=600, device="cpu") == [[[], [], []]] * 2
-
-
 def test_each_rung_launches_as_many_collectives_of_as_many_bytes_as_its_docstring_says():
     def work(rank):
         found = []
@@ -73,33 +65,22 @@ def test_each_rung_launches_as_many_collectives_of_as_many_bytes_as_its_docstrin
 
 def test_gradients_may_be_of_several_dtypes_and_parameters_empty():
     def work(rank):
-        worst = []
         for wrap in RUNGS:
-            module = nn.ParameterDict(
-                {
-                    "of_single": torch.zeros(3),
-                    "of_double": torch.zeros(2, 2, dtype=torch.float64),
-                    "of_complex": torch.zeros(2, dtype=torch.complex64),
-                    "of_empty": torch.zeros(0),
-                    "of_half": torch.zeros(4, dtype=torch.bfloat16),
-                }
-            )
+            values = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64), torch.zeros(0)]
+            values += [torch.zeros(2, dtype=torch.complex64), torch.zeros(4, dtype=torch.bfloat16)]
+            module = nn.ParameterList(values)
             rung = wrap(module)
-            for number, parameter in enumerate(module.values(), start=1):
+            for number, parameter in enumerate(module, start=1):
                 (parameter * (number + rank)).sum().real.backward()
             rung.finish()
-            for number, parameter in enumerate(module.values(), start=1):
-                expected = torch.full_like(parameter, number + 0.5)
-                worst.append(float((parameter.grad - expected).detach().abs().sum()))
-        return worst
+            for number, parameter in enumerate(module, start=1):
+                assert torch.equal(parameter.grad, torch.full_like(parameter, number + 0.5))
 
-    for of_rank in run_ranks(work, 2, device="cpu"):
-        assert of_rank == [0.0] * 5 * len(RUNGS)
+    run_ranks(work, 2, device="cpu")
 
 
 def test_gradients_that_are_negated_or_conjugated_lazily_are_averaged_by_their_values():
     def work(rank):
-        found = []
         for wrap in RUNGS:
             module = nn.ParameterDict(
                 {name: torch.tensor(1.0) for name in ("real", "imaginary")}
@@ -112,12 +93,11 @@ def test_gradients_that_are_negated_or_conjugated_lazily_are_averaged_by_their_v
                 assert module["imaginary"].grad.is_neg()
                 assert module["whole"].grad.is_conj()
             rung.finish()
-            found.append({name: p.grad.item() for name, p in module.items()})
-        return found
+            # PyTorch's gradient of Re(conj(z)·c) with respect to z is c.
+            right = {"real": 2.5, "imaginary": 4.0, "whole": 2.5 + 4j}
+            assert {name: p.grad.item() for name, p in module.items()} == right
 
-    # PyTorch's gradient of Re(conj(z)·c) with respect to z is c.
-    right = {"real": 2.5, "imaginary": 4.0, "whole": 2.5 + 4j}
-    assert run_ranks(work, 2, device="cpu") == [[right] * len(RUNGS)] * 2
+    run_ranks(work, 2, device="cpu")
 
 
 def test_a_rung_on_a_group_leaves_the_other_ranks_alone():
@@ -180,37 +160,26 @@ def test_after_a_backward_that_raised_on_one_rank_finish_makes_the_next_step_rig
 
 def test_a_second_backward_before_finish_is_refused_with_the_next_action():
     def work(rank):
-        messages = []
         for wrap in OVERLAPPED:
-            module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-            rung = wrap(module)
+            rung = wrap(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
             x = torch.full((1, 3), 1.0 + rank)
             rung(x).sum().backward()
-            with pytest.raises(RuntimeError) as caught:
+            said = r"^the gradient of 1\.bias arrived a second time before.*finish\(\).*no_sync\(\)"
+            with pytest.raises(RuntimeError, match=f"(?s){said}"):
                 rung(x).sum().backward()
-            messages.append(str(caught.value))
-        return messages
 
-    for of_rank in run_ranks(work, 2, device="cpu"):
-        for message in of_rank:
-            assert message.startswith("the gradient of 1.bias arrived a second time before")
-            assert message.count("finish()")
-            assert "no_sync()" in message
-
-
-def nothing_to_average_on_one_rank(rank: int) -> str:
-    module = nn.Linear(2, 2)
-    module.requires_grad_(rank == 0)
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        Flat(module)
-    return f"{type(caught.value).__name__}: {caught.value}"
+    run_ranks(work, 2, device="cpu")
 
 
 def test_a_module_with_nothing_to_average_on_one_rank_raises_on_every_rank():
-    one, other = run_ranks(nothing_to_average_on_one_rank, 2)
-    assert one.startswith("RuntimeError: Some ranks cannot take part")
-    assert "rank 1: ValueError" in one
-    assert other.startswith("ValueError")
+    def work(rank):
+        module = nn.Linear(2, 2)
+        module.requires_grad_(rank == 0)
+        said = "(?s)^Some ranks cannot take part.*rank 1: ValueError" if rank == 0 else ""
+        with pytest.raises(RuntimeError if rank == 0 else ValueError, match=said):
+            Flat(module)
+
+    run_ranks(work, 2)
 
 
 def test_no_sync_ends_also_when_the_pass_raises():

@@ -116,86 +116,64 @@ def test_one_batch_and_micro_batches_give_loss_and_gradient_of_the_full_batch(
             assert largest_difference(found, true) < 1e-14
 
 
-def kinds_of_count(rank: int) -> list[tuple[float, float, torch.dtype]]:
-    """(value, gradient, dtype) of the mean of 10(rank + 1), counted rank + 1, in many types."""
-    n = rank + 1
-    counts = [n, float(n), torch.tensor(n), torch.tensor([n], dtype=torch.uint8)]
-    counts += [torch.tensor(float(n), dtype=torch.bfloat16), torch.tensor(n, requires_grad=False)]
-    found = []
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        for count in counts:
-            loss_sum = torch.tensor(10.0 * n, dtype=dtype, requires_grad=True)
-            loss = global_mean(loss_sum, count)
-            loss.backward()
-            found.append((loss.item(), loss_sum.grad.item(), loss.dtype))
-    learned = torch.tensor(float(n), requires_grad=True)
-    global_mean(torch.tensor(1.0, requires_grad=True), learned).backward()
-    assert learned.grad is None
-    correct = global_mean(torch.tensor(rank), n)
-    found.append((correct.item(), 0.0, correct.dtype))
-    many = 2**24
-    assert loss_scale(many + rank) == 3 / (3 * many + 3)
-    assert global_mean(torch.tensor(float(many), requires_grad=True), many).item() == 1.0
-    return found
-
-
 def test_counts_and_sums_come_in_any_type_and_are_exact_beyond_the_integers_of_float32() -> None:
-    for *means, accuracy in run_ranks(kinds_of_count, 3):
-        # 60 in all over 6 items; W/N = 3/6
-        assert {(value, gradient) for value, gradient, _ in means} == {(10.0, 0.5)}
-        dtypes = [dtype for _, _, dtype in means]
-        assert dtypes == [torch.float64] * 6 + [torch.float32] * 6 + [torch.bfloat16] * 6
-        assert accuracy == (0.5, 0.0, torch.float32)
+    def work(rank: int) -> None:
+        n = rank + 1
+        counts = [n, float(n), torch.tensor(n), torch.tensor([n], dtype=torch.uint8)]
+        counts += [torch.tensor(float(n), dtype=torch.bfloat16)]
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            for count in counts:
+                loss_sum = torch.tensor(10.0 * n, dtype=dtype, requires_grad=True)
+                loss = global_mean(loss_sum, count)
+                loss.backward()
+                assert loss.dtype == dtype
+                # 60 in all over 6 items; W/N = 3/6
+                assert (loss.item(), loss_sum.grad.item()) == (10.0, 0.5)
+        learned = torch.tensor(float(n), requires_grad=True)
+        global_mean(torch.tensor(1.0, requires_grad=True), learned).backward()
+        assert learned.grad is None
+        accuracy = global_mean(torch.tensor(rank), n)
+        assert (accuracy.item(), accuracy.dtype) == (0.5, torch.float32)
+        many = 2**24
+        assert loss_scale(many + rank) == 3 / (3 * many + 3)
+        assert global_mean(torch.tensor(float(many), requires_grad=True), many).item() == 1.0
 
-
-def within_a_group(rank: int) -> tuple[float, float, float]:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    loss_sum = torch.tensor(float(rank), requires_grad=True)
-    loss = global_mean(loss_sum, rank + 1, groups[rank % 2])
-    loss.backward()
-    return loss.item(), loss_sum.grad.item(), loss_scale(rank + 1, groups[rank % 2])
+    run_ranks(work, 3)
 
 
 def test_the_mean_is_over_the_ranks_of_the_group() -> None:
-    even, odd = (2 / 4, 2 / 4, 2 / 4), (4 / 6, 2 / 6, 2 / 6)
-    for rank, found in enumerate(run_ranks(within_a_group, 4)):
-        assert found == pytest.approx(odd if rank % 2 else even)
+    def work(rank: int) -> None:
+        group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        loss_sum = torch.tensor(float(rank), requires_grad=True)
+        loss = global_mean(loss_sum, rank + 1, group)
+        loss.backward()
+        found = loss.item(), loss_sum.grad.item(), loss_scale(rank + 1, group)
+        assert found == pytest.approx((4 / 6, 2 / 6, 2 / 6) if rank % 2 else (2 / 4, 2 / 4, 2 / 4))
 
-
-def bad_input(rank: int, world_size: int) -> list[str]:
-    zero = torch.zeros((), requires_grad=True)
-    said = []
-    for call in (
-        lambda: global_mean(zero, 0),
-        lambda: loss_scale(torch.tensor(0)),
-        lambda: global_mean(zero, -1 if rank == 1 else 4),
-        lambda: loss_scale(float("nan") if rank == 0 else 4),
-        lambda: global_mean(zero if rank == 0 else zero.detach(), rank + 1),
-        lambda: global_mean(torch.zeros(3) + rank, 3),
-        lambda: global_mean(zero, torch.ones(2)),
-        lambda: global_mean(zero, float("inf") if rank == 2 else 4),
-    ):
-        with pytest.raises(ValueError, match=r".") as caught:
-            call()
-        said.append(str(caught.value))
-    dist.barrier()  # nobody was left behind in a collective
-    return said
+    run_ranks(work, 4)
 
 
 def test_what_makes_no_sense_on_one_rank_is_refused_on_every_rank() -> None:
-    of_rank = run_ranks(bad_input, 3)
-    for rank, said in enumerate(of_rank):
+    def work(rank: int) -> None:
+        zero = torch.zeros((), requires_grad=True)
+        bad = r"^a negative or infinite count \(or NaN\) on 1 of 3 ranks"
         own = -1 if rank == 1 else 4
-        assert said[0].startswith("the count is 0 on every rank")
-        assert said[1] == said[0]
-        bad = "a negative or infinite count (or NaN) on 1 of 3 ranks"
-        assert said[2].startswith(f"{bad}; this one's is {own}")
-        assert said[3].startswith(bad)
-        assert said[7].startswith(bad)
-        assert said[4].startswith("loss_sum requires a gradient on 1 of 3 ranks only (this one: ")
-        assert f"(this one: {rank == 0})" in said[4]
-        assert said[5].startswith("loss_sum has shape (3,): add the losses up")
-        assert said[6].startswith("count has shape (2,): pass one number")
+        only = rf"^loss_sum requires a gradient on 1 of 3 ranks only \(this one: {rank == 0}\)"
+        for said, call in (
+            ("^the count is 0 on every rank", lambda: global_mean(zero, 0)),
+            ("^the count is 0 on every rank", lambda: loss_scale(torch.tensor(0))),
+            (f"{bad}; this one's is {own}", lambda: global_mean(zero, own)),
+            (bad, lambda: loss_scale(float("nan") if rank == 0 else 4)),
+            (bad, lambda: global_mean(zero, float("inf") if rank == 2 else 4)),
+            (only, lambda: global_mean(zero if rank == 0 else zero.detach(), rank + 1)),
+            (r"^loss_sum has shape \(3,\): add", lambda: global_mean(torch.zeros(3) + rank, 3)),
+            (r"^count has shape \(2,\): pass one", lambda: global_mean(zero, torch.ones(2))),
+        ):
+            with pytest.raises(ValueError, match=said):
+                call()
+        dist.barrier()  # nobody was left behind in a collective
+
+    run_ranks(work, 3)
 
 
 @given(
@@ -249,20 +227,18 @@ def test_one_token_and_no_token_and_half_precision_are_served() -> None:
     assert loss_sum.item() / 3000 == pytest.approx(torch.tensor(float(VOCABULARY)).log().item())
 
 
-def without_bounds(rank: int) -> Tensor:
-    means = []
-    for value in (float("inf"), float("nan"), 1e38):
-        factor = torch.tensor(value if rank == 0 else 1.0, requires_grad=True)
-        mean = global_mean(factor * 1.0, 1)
-        mean.backward()
-        assert factor.grad == 1.0  # W/N = 2/2
-        means.append(mean.detach())
-    return torch.stack(means)
-
-
 def test_a_loss_without_bounds_on_one_rank_is_the_same_on_all() -> None:
-    first, second = run_ranks(without_bounds, 2)
-    torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+    def work(rank: int) -> Tensor:
+        means = []
+        for value in (float("inf"), float("nan"), 1e38):
+            factor = torch.tensor(value if rank == 0 else 1.0, requires_grad=True)
+            mean = global_mean(factor * 1.0, 1)
+            mean.backward()
+            assert factor.grad == 1.0  # W/N = 2/2
+            means.append(mean.detach())
+        return torch.stack(means)
+
+    torch.testing.assert_close(*run_ranks(work, 2), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -78,162 +78,141 @@ def test_the_first_backward_sends_one_bucket_and_later_ones_overlap():
     assert second.index(("launch", 0)) < second.index(second[-2])
 
 
-def collectives_of_a_window(rank, world_size):
-    warnings.simplefilter("error")  # a local backward is announced by no_sync()
-    wrapped = DropIn(AnyOrder(), gradient_as_bucket_view=True)
-    launches = []
-
-    def count(state, bucket):
-        launches.append(bucket.index())
-        return comm_hooks.average(state, bucket)
-
-    wrapped.register_comm_hook(None, count)
-    torch.manual_seed(rank)
-    counts = []
-    for _ in range(2):
-        for micro in range(4):
-            launches.clear()
-            wrapped.require_backward_grad_sync = micro == 3
-            wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
-            counts.append(len(launches))
-    gradients = [p.grad for p in wrapped.parameters()]
-    buffers = {b.buffer.untyped_storage().data_ptr() for b in wrapped.reducer.buckets}
-    return counts, all(g.untyped_storage().data_ptr() in buffers for g in gradients)
-
-
 def test_accumulation_communicates_in_the_last_micro_batch_only_and_views_stay_views():
-    for counts, are_views in run_ranks(collectives_of_a_window, 2):
-        assert counts == [0, 0, 0, 1] * 2
-        assert are_views
+    def work(rank):
+        warnings.simplefilter("error")  # a local backward is announced by no_sync()
+        wrapped = DropIn(AnyOrder(), gradient_as_bucket_view=True)
+        launches = []
 
+        def count(state, bucket):
+            launches.append(bucket.index())
+            return comm_hooks.average(state, bucket)
 
-def nested_blocks_and_a_new_buffer(rank, world_size, wrapper):
-    module = nn.Linear(2, 2)
-    module.register_buffer("offset", torch.zeros(2))
-    wrapped = wrapper(module)
-    x = torch.full((1, 2), 1.0 + rank)
-    with wrapped.no_sync():
-        with wrapped.no_sync():
-            pass
-        wrapped(x).sum().backward()
-    local = module.weight.grad.clone()
-    wrapped(x).sum().backward()
-    module.offset = torch.full((2,), float(rank))
-    wrapped(x)
-    own = nn.BatchNorm1d(2, momentum=1.0)
-    unsynced = wrapper(own, broadcast_buffers=False)
-    for _ in range(2):
-        unsynced(x.expand(2, 2)).sum().backward()
-        seen = own.running_mean.clone()
-    unsynced.eval()(x)
-    return local, module.offset, torch.equal(own.running_mean, seen)
+        wrapped.register_comm_hook(None, count)
+        torch.manual_seed(rank)
+        for micro in range(8):
+            launches.clear()
+            wrapped.require_backward_grad_sync = micro % 4 == 3
+            wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
+            assert len(launches) == (micro % 4 == 3)
+        buffers = {b.buffer.untyped_storage().data_ptr() for b in wrapped.reducer.buckets}
+        assert {p.grad.untyped_storage().data_ptr() for p in wrapped.parameters()} <= buffers
+
+    run_ranks(work, 2)
 
 
 @BOTH
 def test_a_nested_no_sync_leaves_the_outer_one_in_force_and_buffers_are_synchronized_if_asked_for(
     wrapper,
 ):
-    of_ranks = run_ranks(nested_blocks_and_a_new_buffer, 2, wrapper)
-    for rank, (local, offset, keeps_its_own) in enumerate(of_ranks):
-        assert torch.equal(local, torch.full((2, 2), 1.0 + rank))
-        assert torch.equal(offset, torch.zeros(2))
-        assert keeps_its_own
+    def work(rank):
+        module = nn.Linear(2, 2)
+        module.register_buffer("offset", torch.zeros(2))
+        wrapped = wrapper(module)
+        x = torch.full((1, 2), 1.0 + rank)
+        with wrapped.no_sync():
+            with wrapped.no_sync():
+                pass
+            wrapped(x).sum().backward()
+        assert torch.equal(module.weight.grad, torch.full((2, 2), 1.0 + rank))
+        wrapped(x).sum().backward()
+        module.offset = torch.full((2,), float(rank))
+        wrapped(x)
+        assert torch.equal(module.offset, torch.zeros(2))
+        own = nn.BatchNorm1d(2, momentum=1.0)
+        unsynced = wrapper(own, broadcast_buffers=False)
+        for _ in range(2):
+            unsynced(x.expand(2, 2)).sum().backward()
+            seen = own.running_mean.clone()
+        unsynced.eval()(x)
+        assert torch.equal(own.running_mean, seen)
 
-
-def lifetimes(rank, world_size, wrapper):
-    module = AnyOrder()
-    wrapped = wrapper(module, find_unused_parameters=True)
-    wrapped(torch.randn(4, 8), [0, 1]).sum().backward()
-    reducer = weakref.ref(wrapped.reducer)
-    buffers = [weakref.ref(bucket.buffer) for bucket in wrapped.reducer.buckets]
-    gc.disable()
-    del wrapped
-    return reducer() is None and all(buffer() is None for buffer in buffers)
+    run_ranks(work, 2)
 
 
 @BOTH
 def test_a_wrapper_frees_its_buckets_at_once_without_waiting_for_the_garbage_collector(wrapper):
-    assert run_ranks(lifetimes, 1, wrapper) == [True]
+    def work():
+        wrapped = wrapper(AnyOrder(), find_unused_parameters=True)
+        wrapped(torch.randn(4, 8), [0, 1]).sum().backward()
+        buffers = [weakref.ref(bucket.buffer) for bucket in wrapped.reducer.buckets]
+        references = [weakref.ref(wrapped.reducer), *buffers]
+        gc.disable()
+        del wrapped
+        assert [reference() for reference in references] == [None] * len(references)
 
-
-def buffers_at_the_rebuild(rank):
-    """Whether the old buffer still exists when the first new bucket is made."""
-    wrapped = DropIn(AnyOrder())
-    averager, make = wrapped.reducer, wrapped.reducer.make_bucket
-    wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
-    old, alive = weakref.ref(averager.buckets[0].buffer), []
-
-    def make_bucket(indices):
-        alive.append(old() is not None)
-        return make(indices)
-
-    averager.make_bucket = make_bucket
-    gc.disable()
-    assert averager.rebuild_buckets()
-    return alive[0]
+    run_ranks(work, 1)
 
 
 def test_the_old_buckets_are_freed_before_the_new_ones_are_made():
-    assert run_ranks(buffers_at_the_rebuild, 2) == [False, False]
+    def work():
+        wrapped = DropIn(AnyOrder())
+        averager, make = wrapped.reducer, wrapped.reducer.make_bucket
+        wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
+        old, made = weakref.ref(averager.buckets[0].buffer), []
 
+        def make_bucket(indices):
+            made.append(old())
+            return make(indices)
 
-def missing_after_the_rebuild(rank, world_size):
-    wrapped = DropIn(AnyOrder())
-    for order in ([0, 1, 2, 3], [0, 1, 2, 3], [1]):
-        torch.manual_seed(rank)
-        wrapped(torch.randn(4, 8), order).sum().backward()
-    with pytest.raises(RuntimeError) as caught:
-        wrapped(torch.randn(4, 8), [0, 1, 2, 3])
-    return wrapped.reducer.buckets[0].indices, str(caught.value)
+        averager.make_bucket = make_bucket
+        gc.disable()
+        assert averager.rebuild_buckets()
+        assert made[0] is None
+
+    run_ranks(work, 2)
 
 
 def test_missing_gradients_are_named_in_the_order_of_the_parameters_after_a_rebuild_too():
     names = ", ".join(
         f"layers.{layer}.{kind}" for layer in (0, 2, 3) for kind in ("weight", "bias")
     )
-    for in_bucket, said in run_ranks(missing_after_the_rebuild, 2):
-        assert in_bucket[:2] == [7, 6]  # the buckets' order is another one
-        assert names in said
 
+    def work(rank):
+        wrapped = DropIn(AnyOrder())
+        for order in ([0, 1, 2, 3], [0, 1, 2, 3], [1]):
+            torch.manual_seed(rank)
+            wrapped(torch.randn(4, 8), order).sum().backward()
+        assert wrapped.reducer.buckets[0].indices[:2] == [7, 6]  # the buckets' order is another one
+        with pytest.raises(RuntimeError, match=names):
+            wrapped(torch.randn(4, 8), [0, 1, 2, 3])
 
-def autograd_grad(rank, world_size):
-    wrapped = DropIn(AnyOrder())
-    torch.manual_seed(rank)
-    x = torch.randn(4, 8)
-    taken = torch.autograd.grad(wrapped(x, [0, 1, 2, 3]).sum(), list(wrapped.parameters()))
-    untouched = all(p.grad is None for p in wrapped.parameters())
-    wrapped(x, [0, 1, 2, 3]).sum().backward()  # the forward before never came back: no error
-    return untouched, taken[0], next(iter(wrapped.parameters())).grad
+    run_ranks(work, 2)
 
 
 def test_autograd_grad_returns_local_gradients_and_leaves_the_wrapper_usable():
-    per_rank = run_ranks(autograd_grad, 2)
-    average = (per_rank[0][1] + per_rank[1][1]) / 2
-    for untouched, _, gradient in per_rank:
-        assert untouched
+    def work(rank):
+        wrapped = DropIn(AnyOrder())
+        torch.manual_seed(rank)
+        x = torch.randn(4, 8)
+        taken = torch.autograd.grad(wrapped(x, [0, 1, 2, 3]).sum(), list(wrapped.parameters()))
+        assert all(p.grad is None for p in wrapped.parameters())
+        wrapped(x, [0, 1, 2, 3]).sum().backward()  # the forward before never came back: no error
+        return taken[0], next(iter(wrapped.parameters())).grad
+
+    per_rank = run_ranks(work, 2)
+    average = sum(local for local, _ in per_rank) / 2
+    for _, gradient in per_rank:
         torch.testing.assert_close(gradient, average)
 
 
-def an_exception_after_the_last_launch(rank: int) -> str:
-    wrapped = MiniDDP(AnyOrder())
-    torch.manual_seed(rank)
-    x = torch.randn(3, 8, requires_grad=True) * 2
-
-    def fail(gradient: torch.Tensor) -> None:
+def test_a_backward_that_failed_after_its_last_gradient_is_not_blamed_on_unused_parameters():
+    def fail(gradient):
         raise ValueError("of the user")
 
-    x.register_hook(fail)
-    with pytest.raises(ValueError, match="of the user"):
-        wrapped(x, [0, 1, 2, 3]).sum().backward()
-    with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
-        wrapped(torch.randn(3, 8), [0, 1, 2, 3])
-    return str(caught.value)
+    def work(rank):
+        wrapped = MiniDDP(AnyOrder())
+        torch.manual_seed(rank)
+        x = torch.randn(3, 8, requires_grad=True) * 2
+        x.register_hook(fail)
+        with pytest.raises(ValueError, match="of the user"):
+            wrapped(x, [0, 1, 2, 3]).sum().backward()
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
+            wrapped(torch.randn(3, 8), [0, 1, 2, 3])
+        assert "That backward raised an exception after its last gradient." in str(caught.value)
+        assert "not used in producing" not in str(caught.value)
 
-
-def test_a_backward_that_failed_after_its_last_gradient_is_not_blamed_on_unused_parameters():
-    for said in run_ranks(an_exception_after_the_last_launch, 2):
-        assert "That backward raised an exception after its last gradient." in said
-        assert "not used in producing" not in said
+    run_ranks(work, 2)
 
 
 def two_threads_fill_two_buckets(rank: int, repeats: int, wrapper: type[MiniDDP]) -> set:
@@ -303,18 +282,16 @@ def test_a_second_wrapper_takes_over_and_the_first_reduces_nothing_more(wrapper)
         torch.testing.assert_close(averaged, average)
 
 
-def ranges_of_a_profile(rank: int, wrapper: type[MiniDDP]) -> set[str]:
-    wrapped = wrapper(AnyOrder(), bucket_cap_mb=280 / 2**20)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-    with torch.profiler.profile() as profile:
-        for _ in range(2):
-            wrapped(x, [0, 1, 2, 3]).sum().backward()
-    names = (event.key for event in profile.key_averages())
-    return {name for name in names if name.startswith("miniddp.")}
-
-
 @BOTH
 def test_a_profile_shows_a_range_per_phase(wrapper):
-    phases = {"copy_in", "launch", "wait", "copy_out", "rebuild"}
-    for found in run_ranks(ranges_of_a_profile, 2, wrapper):
-        assert found == {f"miniddp.{phase}" for phase in phases}
+    def work(rank):
+        wrapped = wrapper(AnyOrder(), bucket_cap_mb=280 / 2**20)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+        with torch.profiler.profile() as profile:
+            for _ in range(2):
+                wrapped(x, [0, 1, 2, 3]).sum().backward()
+        phases = {"copy_in", "launch", "wait", "copy_out", "rebuild"}
+        names = {event.key for event in profile.key_averages()}
+        assert {n for n in names if n.startswith("miniddp.")} == {f"miniddp.{p}" for p in phases}
+
+    run_ranks(work, 2)

@@ -52,17 +52,8 @@ def arguments() -> argparse.Namespace:
         dest="names_file",
         help="write the names of all tests, chosen or not, to this file",
     )
-    add(
-        "--write-table",
-        action="store_true",
-        help="with --class torch: write table.json anew",
-    )
     add("-v", dest="verbose", action="store_true", help="print failures whole")
-    options = parser.parse_args()
-    chosen = options.file or options.names or options.runnable or options.device != "cpu"
-    if options.write_table and (chosen or options.cls != "torch"):
-        parser.error("--write-table needs all tests that ship, on the CPU, with --class torch")
-    return options
+    return parser.parse_args()
 
 
 @gc_paused()
@@ -93,13 +84,11 @@ def load(options: argparse.Namespace) -> tuple[list[tuple[type, str]], Any]:
 
 def named(options: argparse.Namespace, names: list[str]) -> list[str]:
     """Those of `names` that the options ask for."""
-    from . import table
-
     if options.names:
         patterns = [f"*{name}*" for name in options.names]
         names = [name for name in names if any(fnmatch.fnmatch(name, one) for one in patterns)]
     if options.runnable:
-        runnable = set(table.read()["runnable"])
+        runnable = json.loads(Path(__file__).with_name("table.json").read_text())["runnable"]
         names = [name for name in names if name in runnable]
     return names
 
@@ -122,7 +111,7 @@ def main() -> int:
     )
     chosen, target = load(options)
 
-    from . import runner, table
+    from . import runner
 
     if options.names_file:
         Path(options.names_file).write_text("\n".join(runner.name_of(*test) for test in chosen))
@@ -131,7 +120,7 @@ def main() -> int:
 
     def report(result: runner.Result) -> None:
         ended = f"{result.outcome:8}{result.seconds:6.1f} s"
-        print(ended, result.name, result.reason, sep="  ", flush=True)
+        print(ended, result.name, result.detail.strip().rpartition("\n")[2][:200], flush=True)
         if options.verbose and result.detail:
             print(result.detail, flush=True)
 
@@ -141,8 +130,6 @@ def main() -> int:
     if options.json:
         with open(options.json, "w") as file:
             json.dump([dataclasses.asdict(result) for result in results], file, indent=1)
-    if options.write_table:
-        table.write(results, options.world_size)
     return int(any(result.outcome not in ("passed", "skipped") for result in results))
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import importlib
 import json
 import os
-import re
 import resource
 import tempfile
 import time
@@ -27,9 +26,6 @@ from labkit.launch.guard import adopt_orphans, die_with_parent, kill_descendants
 
 from . import placement
 from .swap import Constructions
-
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Interrupt|Timeout)\b")
-
 
 # Races within the tests themselves, whatever class is tested, that a busy machine loses: the first
 # call of distributed autograd may reach a trainer that has not joined the process group; and in
@@ -58,17 +54,6 @@ class Result:
     """how often the class was constructed, over all ranks"""
     detail: str = ""
     """the failure, the reason of the skip, or the last lines that the ranks printed"""
-
-    @property
-    def reason(self) -> str:
-        """The first error that a rank raised, on one line; of a skip or a timeout the last line."""
-        lines = [line for line in self.detail.splitlines() if line.strip()]
-        errors = [
-            f"{line} {following.strip()}" if line.rstrip().endswith((":", "!")) else line
-            for line, following in zip(lines, [*lines[1:], ""])  # noqa: B905 (lines may be empty)
-            if _ERROR.match(line) and "exited with e" not in line
-        ]
-        return (errors or lines[-1:] or [""])[0][:200]
 
 
 @dataclasses.dataclass

@@ -232,8 +232,8 @@ class ForkServer:
         atexit.register(self.stop)
 
 
-_OF_THIS_PROCESS = ForkServer()
-forked = _OF_THIS_PROCESS.forked
+OF_THIS_PROCESS = ForkServer()
+forked = OF_THIS_PROCESS.forked
 
 
 @contextlib.contextmanager

@@ -40,22 +40,21 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from labkit.launch.arguments import positive
 from labkit.launch.forks import (
+    OF_THIS_PROCESS,
     ForkServer,
-    forked,
     fresh_randomness,
     start_forked,
     stop_forked,
 )
-from labkit.launch.guard import die_with_parent, has_children
+from labkit.launch.guard import die_with_parent
 from labkit.launch.memory import check_memory, gc_paused
+from labkit.launch.popen import ForkedPopen
 
 GRACE = 60.0  # seconds
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"  # the interface's name
@@ -118,49 +117,33 @@ def run_warm(
         options, environment = agents
         files = [Path(name, "stdout"), Path(name, "stderr")]
         place = {"folder": cwd, "environment": environment, "stdout": files[0], "stderr": files[1]}
-        code = None
-        targets = [_warm_agent] * nodes or [plain or as_script]
-        job = ([*options, *arguments], targets, linger, place)
-        with _forked_with(*preload)(_supervise, *job) as supervisor:
-            if supervisor.poll(timeout):
-                try:
-                    code = supervisor.recv()
-                except EOFError:
-                    code = 128 + signal.SIGKILL  # a shell's code for a process that was killed
-        # Read only now: leaving the block ended every process that could still write.
+        target = functools.partial(_warm_agents, nodes=nodes) if nodes else plain or as_script
+        words = [*options, *arguments]
+        with contextlib.closing(
+            ForkedPopen(_server(*preload), target, words, linger=linger, **place)
+        ) as process:
+            code = process.wait(timeout)
+        # Read only now: closing it ended every process that could still write.
         said = [file.read_text("utf-8", "replace") if file.exists() else "" for file in files]
     if code is None:
         raise subprocess.TimeoutExpired(list(arguments), timeout, *said)
-    return subprocess.CompletedProcess(list(arguments), code, *said)
+    return subprocess.CompletedProcess(list(arguments), _shells(code), *said)
 
 
 @functools.cache
-def _forked_with(*modules: str) -> Callable[..., AbstractContextManager[Connection]]:
-    return ForkServer(*modules).forked if modules else forked
+def _server(*modules: str) -> ForkServer:
+    return ForkServer(*modules) if modules else OF_THIS_PROCESS
 
 
-def _supervise(
-    caller: Connection,
-    arguments: list[str],
-    targets: list[Callable[[list[str]], object]],
-    linger: float,
-    place: dict[str, Any],
-) -> None:
-    agents = [start_forked(target, arguments, **place) for target in targets]
-    code = _end_of(agents, caller)
-    deadline = time.monotonic() + linger
-    while time.monotonic() < deadline and has_children():
-        if caller.poll(0.02):
-            return  # it never sends: it has left
-    caller.send(code)
-
-
-def _warm_agent(arguments: list[str]) -> None:
+def _warm_agents(arguments: list[str], nodes: int) -> None:
     import torch.distributed as dist
 
     dist.set_debug_level_from_env()  # torch read it when it was loaded, in the fork server
     sys.path.insert(0, "")  # as `python -m` does; a rank replaces it by the script's folder
-    run_agent(arguments)
+    if nodes == 1:
+        run_agent(arguments)
+    else:
+        sys.exit(_end_of([start_forked(run_agent, arguments) for _ in range(nodes)]))
 
 
 def as_script(words: list[str]) -> None:
@@ -170,10 +153,10 @@ def as_script(words: list[str]) -> None:
     run_rank(words[0], os.getppid())
 
 
-def _end_of(agents: list[BaseProcess], caller: Connection | None = None) -> int:
+def _end_of(agents: list[BaseProcess]) -> int:
     """The first exit code of the agents that is not 0, or 0; they have ended then.
 
-    Waits at most `GRACE` seconds after the first failure. Raises EOFError if `caller` leaves.
+    Waits at most `GRACE` seconds after the first failure.
     """
     failed, deadline = 0, math.inf
     try:
@@ -182,13 +165,15 @@ def _end_of(agents: list[BaseProcess], caller: Connection | None = None) -> int:
                 break
             if not failed and (failed := next(filter(None, codes), 0)):
                 deadline = time.monotonic() + GRACE
-            running = [agent.sentinel for agent in agents if agent.is_alive()]
-            if caller in wait([*running, caller] if caller else running, timeout=0.05):
-                caller.recv()  # it never sends: this raises EOFError
+            wait([agent.sentinel for agent in agents if agent.is_alive()], timeout=0.05)
     finally:
         stop_forked(*agents)
-    code = failed or next(filter(None, codes), 0)
-    return code if code >= 0 else 128 - code  # a shell's code for a signal
+    return _shells(failed or next(filter(None, codes), 0))
+
+
+def _shells(code: int) -> int:
+    """What a shell says for an exit code, which is negative for a signal."""
+    return code if code >= 0 else 128 - code
 
 
 @contextlib.contextmanager
@@ -252,8 +237,7 @@ def _run_lab(arguments: list[str]) -> int:
         run_agent(arguments)
     except ChildFailedError as failed:
         _, first = failed.get_first_failure()
-        # A negative code is a signal; a shell adds its number to 128.
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        return _shells(first.exitcode)
     return 0
 
 

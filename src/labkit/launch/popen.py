@@ -3,11 +3,13 @@
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from labkit.launch.forks import ForkServer, start_forked
+from labkit.launch.guard import has_children
 
 _LOOK_EVERY = 0.5  # seconds
 
@@ -21,15 +23,22 @@ class ForkedPopen:
     stdin = stdout = stderr = None  # it inherits them
 
     def __init__(
-        self, server: ForkServer, target: Callable[..., object], *args: Any, **place: Any
+        self,
+        server: ForkServer,
+        target: Callable[..., object],
+        *args: Any,
+        linger: float = 0.0,
+        **place: Any,
     ) -> None:
         """Start `target(*args)`, pickled by name; `place` is handed to `start_forked`.
 
-        Raises NotStartedError, EOFError, or OSError.
+        What it leaves behind gets `linger` seconds to end. Raises NotStartedError, EOFError, or
+        OSError.
         """
         self.returncode: int | None = None  # negative for a signal
         with contextlib.ExitStack() as fork:
-            self._connection = fork.enter_context(server.forked(_supervise, target, args, place))
+            forked = server.forked(_supervise, target, args, place, linger)
+            self._connection = fork.enter_context(forked)
             self.pid: int = self._connection.recv()
             self._fork = fork.pop_all()
 
@@ -69,6 +78,7 @@ def _supervise(
     target: Callable[..., object],
     args: tuple[Any, ...],
     place: dict[str, Any],
+    linger: float,
 ) -> None:
     process = start_forked(target, *args, **place)
     caller.send(process.pid)
@@ -81,4 +91,8 @@ def _supervise(
                     os.killpg(process.pid, number)
                 except ProcessLookupError:  # just started, it leads no group yet
                     os.kill(process.pid, number)
+    deadline = time.monotonic() + linger
+    while time.monotonic() < deadline and has_children():
+        if caller.poll(0.02):
+            caller.recv()  # raises EOFError if the caller has left
     caller.send(process.exitcode)

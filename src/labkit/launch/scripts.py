@@ -54,7 +54,6 @@ def run_script(
     timeout: float = 900.0,
     nodes: int = 1,
     max_restarts: int = 0,
-    fresh: bool = False,
     preload: Sequence[str] = (),
 ) -> str:
     """Run a script of this project with this Python, and return what it printed to stdout.
@@ -62,11 +61,10 @@ def run_script(
     Args:
         script: its path from the project's root, for example "labs/accumulate_vs_ddp.py".
         args: its command-line arguments; numbers are converted to text.
-        ranks: run this many ranks of it under torchrun; None runs it as a plain script.
-        fresh: start each rank as a new interpreter on one node, as torchrun does. Otherwise a rank
-            and torchrun's agent are forks of a server that has loaded torch
-            (`labkit.launch.nodes`), which takes a tenth of the time. A plain script is a new
-            interpreter, but for one that uses Lightning (`labkit.launch.lightning`).
+        ranks: run this many ranks of it under torchrun; None runs it as a plain script. Ranks and
+            torchrun's agent are forks of a server that has loaded torch (`labkit.launch.nodes`),
+            which takes a tenth of the time of new interpreters. A plain script is a new one, but
+            for one that uses Lightning (`labkit.launch.lightning`).
         timeout: seconds, after which the script and everything it started are stopped.
         preload: modules that its processes find loaded, because they are forks of a server that
             has loaded them; a plain script is then one, too.
@@ -76,7 +74,7 @@ def run_script(
     Raises FileNotFoundError if the script does not exist. Raises ScriptError, with the end of the
     output, if the script fails or does not end in time. Raises ValueError if the memory does not
     hold so many ranks, and `labkit.launch.forks.NotStartedError` if no process can be started. Two
-    ranks of a lab take about a second, or about 15 s with `fresh`, mostly for importing torch.
+    ranks of a lab take about a second.
     """
     root = project_root()
     if not (root / script).is_file():
@@ -85,19 +83,14 @@ def run_script(
     run: Callable[..., subprocess.CompletedProcess[str]] = run_guarded
     if ranks is None and preload:
         run = functools.partial(run_warm, nodes=0, preload=preload)
-    elif ranks is None and not fresh and is_shared() and uses_lightning(root / script):
+    elif ranks is None and is_shared() and uses_lightning(root / script):
         run = run_with_lightning
     elif ranks is None:
         words = [sys.executable, *words]
     else:
         check_memory(ranks * nodes)
         words = [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}", *words]
-        if fresh and nodes > 1:
-            raise ValueError(f"fresh ranks run on one node, not on {nodes}: leave fresh out")
-        if fresh:
-            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
-        else:
-            run = functools.partial(run_warm, nodes=nodes, preload=preload)
+        run = functools.partial(run_warm, nodes=nodes, preload=preload)
     # Threads change the last digits, and ranks that share a few cores only slow each other down.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if max_restarts:  # see labkit.launch.lab: restarted ranks need a store of their own

@@ -108,18 +108,6 @@ class Link(NamedTuple):
         return cost.steps * self.latency + cost.bytes * self.seconds_per_byte
 
 
-def hierarchical_seconds(
-    nodes: int, ranks_per_node: int, nbytes: float, inside: Link, across: Link
-) -> float:
-    """The time of `miniddp.collectives.hierarchical_all_reduce`: a ring in each node, rings across
-    them.
-
-    `inside` is the link between two ranks of a node. `across` is the link of a whole node to the
-    others; the node's ranks share it and together send what one ring over the nodes would send.
-    """
-    return inside.seconds(ring(ranks_per_node, nbytes)) + across.seconds(ring(nodes, nbytes))
-
-
 # 2. Simulating a step -----------------------------------------------------------------------------
 
 

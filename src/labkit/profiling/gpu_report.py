@@ -42,39 +42,26 @@ class GpuReport:
 
     def write(self, path: Path) -> None:
         """Write it completely or not at all, so that a killed run leaves the last one."""
-        plain = asdict(self) | {"proofs": [proof._asdict() for proof in self.proofs]}
-        plain["timelines"] = {
-            name: [_plain(rank) for rank in step.ranks] for name, step in self.timelines.items()
-        }
         unfinished = path.with_name(path.name + ".unfinished")
-        unfinished.write_text(json.dumps(plain, indent=1) + "\n")
+        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
         os.replace(unfinished, path)
 
 
 def read(path: Path) -> GpuReport:
     """Read what `GpuReport.write` wrote."""
     plain = json.loads(path.read_text())
-    proofs = tuple(Proof(**proof) for proof in plain.pop("proofs"))
+    proofs = tuple(Proof(*proof) for proof in plain.pop("proofs"))
     steps = {
-        name: Recording(tuple(_rank(rank) for rank in ranks))
-        for name, ranks in plain.pop("timelines").items()
+        name: Recording(tuple(_rank(**rank) for rank in step["ranks"]))
+        for name, step in plain.pop("timelines").items()
     }
     return GpuReport(**plain, proofs=proofs, timelines=steps)
 
 
-def _plain(rank: RankRecording) -> dict[str, Any]:
-    return asdict(rank) | {
-        "gradients": [one._asdict() for one in rank.gradients],
-        "collectives": [one._asdict() for one in rank.collectives],
-    }
-
-
-def _rank(plain: dict[str, Any]) -> RankRecording:
+def _rank(forwards: Any, gradients: Any, collectives: Any, **times: Any) -> RankRecording:
     return RankRecording(
-        **plain
-        | {
-            "forwards": tuple((begin, end) for begin, end in plain["forwards"]),
-            "gradients": tuple(Gradient(**one) for one in plain["gradients"]),
-            "collectives": tuple(Collective(**one) for one in plain["collectives"]),
-        }
+        forwards=tuple(map(tuple, forwards)),
+        gradients=tuple(Gradient(*one) for one in gradients),
+        collectives=tuple(Collective(*one) for one in collectives),
+        **times,
     )

@@ -9,7 +9,6 @@ messages of all ways on the same forward and backward, so that only what they se
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -63,7 +62,8 @@ def record_ways(
     found = {}
     for name, make in ways.items():
         of_ranks = run_ranks(_record, 2, make, model, inputs, _WARM_UP + _STEPS, link, device="cpu")
-        steps = _merged([recorded[_WARM_UP:] for recorded, _ in of_ranks])
+        recorded = (steps[_WARM_UP:] for steps, _ in of_ranks)
+        steps = [merge(of_step) for of_step in zip(*recorded, strict=True)]
         lengths = [step.ranks[0].end - step.ranks[0].begin for step in steps]
         shortest = steps[lengths.index(min(lengths))]
         averages = [average for _, average in of_ranks]
@@ -113,22 +113,6 @@ def on_one_backward(
     return laid
 
 
-def buckets_in_first_steps(
-    model: nn.Module, inputs: Tensor, steps: int = 3, **options: Any
-) -> list[tuple[list[int], bool]]:
-    """torch's DDP in each of its first steps: (its buckets' bytes, whether they overlap).
-
-    `options` are DDP's keywords. Messages under 100 bytes, which carry flags, are left out.
-    """
-    make = partial(torch_ddp, **options)
-    of_ranks = run_ranks(_record, 2, make, model, inputs, steps, device="cpu")
-    found = []
-    for step in _merged([recorded for recorded, _ in of_ranks]):
-        sizes = [one.bytes for one in step.ranks[0].buckets() if one.bytes >= 100]
-        found.append((sizes, step.overlaps()))
-    return found
-
-
 def _record(
     rank: int,
     world_size: int,
@@ -136,10 +120,10 @@ def _record(
     model: nn.Module,
     inputs: Tensor,
     steps: int,
-    link: dict[str, float] | None = None,
+    link: dict[str, float],
 ) -> tuple[list[RankRecording], Tensor]:
     mine = inputs.chunk(world_size)[rank]
-    recorder = Recorder(model, SlowLink(**link) if link else None)  # its hooks come first
+    recorder = Recorder(model, SlowLink(**link))  # its hooks come first
     averager = make(model, recorder)
     recorded = []
     for _ in range(steps):
@@ -151,7 +135,3 @@ def _record(
                 averager.finish()
         recorded.append(recorder.recorded)
     return recorded, flatten(gradients(model))
-
-
-def _merged(of_ranks: list[list[RankRecording]]) -> list[Recording]:
-    return [merge(of_step) for of_step in zip(*of_ranks, strict=True)]

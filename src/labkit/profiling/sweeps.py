@@ -11,7 +11,6 @@ from labkit.profiling.cost_model import (
     ring,
     simulate,
 )
-from labkit.profiling.recording import Collective, Gradient, RankRecording, Recording
 
 
 def backward_like(sizes: Sequence[int], forward: float, backward: float) -> Backward:
@@ -43,24 +42,3 @@ def simulate_ring(
 def limit_of_ring(backward: Backward, link: Link, world_size: int) -> float:
     """The seconds below which no plan gets over `link`: see `cost_model.lower_limit`."""
     return lower_limit(backward, lambda nbytes: link.seconds(ring(world_size, nbytes)))
-
-
-def as_recording(
-    step: SimulatedStep, backward: Backward, plan: Sequence[Sequence[int]], forward: float
-) -> Recording:
-    """A simulated step in the form of a recorded one, which `timeline.draw_together` can draw.
-
-    `step` is what `simulate` returned for `backward` and `plan`; of its seconds, `forward`
-    belong to the forward pass.
-    """
-    gradients = tuple(
-        Gradient(str(place), *gradient)
-        for place, gradient in enumerate(zip(backward.bytes, backward.ready, strict=True))
-    )
-    collectives = []
-    for number, (bucket, (launched, _, done)) in enumerate(zip(plan, step.sent, strict=True)):
-        nbytes = sum(backward.bytes[place] for place in bucket)
-        ready = sum(moment <= launched for moment in backward.ready)
-        collectives.append(Collective("all_reduce", nbytes, ready, number, launched, done))
-    rank = RankRecording(0, 0.0, step.end, ((0.0, forward),), gradients, tuple(collectives))
-    return Recording((rank,))

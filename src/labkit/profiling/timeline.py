@@ -1,4 +1,4 @@
-"""Draw recordings as a figure, or write one as a file for a trace viewer.
+"""Draw recordings as a figure.
 
 `draw_together` shows two lanes per recording. The upper lane shows computation: forward, then
 backward with one tick per gradient. The lower lane shows the rank's collectives, with a color and
@@ -6,16 +6,10 @@ a number for each bucket. A bar begins at its launch or at the end of the previo
 is later; a thin line above it begins at the launch. Communication that is still in flight after
 backward is *exposed*: it makes the step longer. It is underlined, and its total is printed.
 
-`save_trace` writes the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing
-open.
-
-Both show times, which differ in every run: never compare their text.
+It shows times, which differ in every run: never compare its text.
 """
 
-import json
 from collections.abc import Iterator, Mapping
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -27,7 +21,6 @@ from labkit.book.figures import RANKS, TRUTH, WRONG
 from labkit.profiling.recording import Collective, RankRecording, Recording
 
 _MS = 1e3
-_US = 1e6
 _FORWARD = "#C9CED3"
 _BACKWARD = "#8D959C"
 _OTHER = "#B8B8B8"  # a collective that carries no gradients
@@ -65,16 +58,6 @@ def draw_together(
     axes.set_title(title or "", loc="left", fontsize=11)
     figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
-
-
-def save_trace(recording: Recording, path: str | PathLike[str]) -> None:
-    """Write the step as a trace with one process per rank; times are in µs, as the format has it.
-
-    Thread 0 holds forward and backward, and the gradients as instants. The other threads hold the
-    collectives; there are as many as were ever in flight at once.
-    """
-    events = [event for one in recording.ranks for event in _events(one)]
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1))
 
 
 def _draw_compute(axes: Axes, one: RankRecording, y: float) -> None:
@@ -142,46 +125,3 @@ def _legend() -> list[Any]:
         Patch(color=RANKS[0], label="collectives, by number"),
         Patch(color=WRONG, label="exposed"),
     ]
-
-
-def _events(one: RankRecording) -> Iterator[dict[str, Any]]:
-    rows = list(_rows(one.collectives))
-    last = max(rows, default=0) + 1
-    threads = {0: "computes", **{row: f"sends {row}" for row in rows}, last: "exposed"}
-
-    def span(tid: int, name: str, begin: float, end: float, **args: int) -> dict[str, Any]:
-        when = {"ts": begin * _US, "dur": (end - begin) * _US}
-        return {"ph": "X", "pid": one.rank, "tid": tid, "name": name, **when, "args": args}
-
-    def label(what: str, tid: int, name: str) -> dict[str, Any]:
-        return {"ph": "M", "pid": one.rank, "tid": tid, "name": what, "args": {"name": name}}
-
-    yield label("process_name", 0, f"rank {one.rank}")
-    for tid, name in threads.items():
-        yield label("thread_name", tid, name)
-    for begin, end, color in _passes(one):
-        yield span(0, "forward" if color == _FORWARD else "backward", begin, end)
-    for gradient in one.gradients:
-        instant = span(0, f"{gradient.parameter}.grad", gradient.ready, gradient.ready)
-        yield {**instant, "ph": "i", "s": "t", "args": {"bytes": gradient.bytes}}
-    for row, collective in zip(rows, one.collectives, strict=True):
-        bucket = "" if collective.bucket is None else f" {collective.bucket}"
-        yield span(
-            row,
-            f"{collective.op}{bucket}",
-            collective.launched,
-            collective.done,
-            bytes=collective.bytes,
-            gradients_ready_at_launch=collective.after,
-        )
-    for begin, end in one.exposed():
-        yield span(last, "exposed", begin, end)
-
-
-def _rows(collectives: tuple[Collective, ...]) -> Iterator[int]:
-    """One row per collective, from 1, without overlaps within a row: trace viewers need that."""
-    free_at: list[float] = []
-    for one in collectives:
-        row = next((row for row, at in enumerate(free_at) if at <= one.launched), len(free_at))
-        free_at[row : row + 1] = [one.done]
-        yield row + 1

@@ -22,8 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from labkit.testing.compare import Comparison, same_bits
-from labkit.testing.verdict import compared, kind_of
+from labkit.testing.compare import Comparison, compared, kind_of, same_bits
 
 SEQUENCES, LENGTH, WIDTH, HIDDEN, CLASSES = 2, 8, 6, 8, 4
 IGNORED = -100  # the target of a token without a loss, as in F.cross_entropy

@@ -5,11 +5,13 @@ from labkit.lazy import offer
 __getattr__, __all__ = offer(
     __name__,
     {
-        "compare": ["flatten", "gradients", "largest_difference", "ratio_and_cosine"],
+        "compare": [
+            *("flatten", "gradients", "largest_difference", "ratio_and_cosine"),
+            *("gradient_of", "moved", "verdicts", "weights"),
+        ],
         "agreement": ["InvariantError", "assert_gradients_agree", "assert_replicas_agree"],
         "invariants": ["INVARIANTS", "gradients_are_identical", "violations"],
         "watch": ["RecordedCollectives", "SameCollectives"],
-        "verdict": ["gradient_of", "moved", "verdicts", "weights"],
         "variants": ["Held", "rows_of_ranks", "try_variants", "under_ddp"],
     },
 )

@@ -163,20 +163,19 @@ def _names_error(module: nn.Module, true: Gradients) -> InvariantError | None:
     """The error unless `true` names the trainable parameters, and no others except with None."""
     every = dict(module.named_parameters(remove_duplicate=False))  # `true` may name tied ones twice
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]
-    for name, right in true.items():
-        if right is not None and not (name in every and every[name].requires_grad):
-            where = f"{name}.grad"
-            found = "a frozen parameter" if name in every else "no parameter of this name"
-            break
-    else:
-        if trainable and all(name in true for name in trainable):
-            return None
-        where = next((f"{name}.grad" for name in trainable if name not in true), "the module")
-        found = "a trainable parameter" if trainable else "no trainable parameter"
+    given = (name for name, right in true.items() if right is not None)
+    wrong = {
+        **{n: "a trainable parameter" for n in trainable if n not in true},
+        **{n: "a frozen parameter" for n in given if n in every and not every[n].requires_grad},
+        **{n: "no parameter of this name" for n in true if true[n] is not None and n not in every},
+    }
+    if trainable and not wrong:
+        return None
+    where, found = next(iter(wrong.items()), ("the module", "no trainable parameter"))
     return InvariantError(
         "assert_gradients_equal",
         dist.get_rank(),
-        where,
+        f"{where}.grad" if wrong else where,
         found,
         "one true gradient per trainable parameter, by its name",
         "the implementation froze or replaced a parameter, or `true` belongs to another module. "

@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.tables import Cell
-from labkit.testing.compare import gradients
-from labkit.testing.verdict import Verdict, Verdicts, verdicts
+from labkit.testing.compare import Verdict, Verdicts, gradients, verdicts
 
 
 class Held(NamedTuple):

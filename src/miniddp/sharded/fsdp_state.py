@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from miniddp.autograd_graph import backward_is_running
 from miniddp.ddp import disable_dynamo
 from miniddp.nested import cast_floating, find_tensors, replace_tensors
 from miniddp.sharded.param import used_while_sharded
@@ -47,7 +46,7 @@ class FSDPState:
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather the parameters. The outermost module begins a forward of all."""
         schedule = self.schedule or Schedule(module, self)
-        if not backward_is_running():  # otherwise a checkpoint recomputes
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes, in backward
             if schedule.root.training_state is not TrainingState.FORWARD:
                 schedule.begin_forward(self)
             self.training_state = TrainingState.FORWARD

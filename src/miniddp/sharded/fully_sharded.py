@@ -49,6 +49,7 @@ class FSDPModule:
     """What `fully_shard` adds to a module's class."""
 
     fsdp_state: FSDPState
+    averages_its_shards = True  # so no wrapper takes it
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

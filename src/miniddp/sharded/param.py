@@ -113,11 +113,6 @@ class FSDPParam(ShardedParam):
         for module, name in self.owners:
             setattr(module, name, parameter)
 
-    @property
-    def all_gather_bytes(self) -> int:
-        """Bytes of one rank's chunk in an all-gather."""
-        return self.sharding.chunk_numel * self.all_gather_output.dtype.itemsize
-
     def all_gather_input(self) -> Tensor:
         """This rank's rows in `param_dtype`, as bytes: one message may hold several dtypes."""
         rows, dtype = self.sharded_param.detach(), self.all_gather_output.dtype

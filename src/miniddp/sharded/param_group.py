@@ -89,7 +89,8 @@ class FSDPParamGroup:
         if self.sharded_state is ShardedState.GATHERING:
             with self.profiled("wait"):
                 wait_for(self.work)
-            sizes = [torch.int64.itemsize, *(param.all_gather_bytes for param in self.params)]
+            sizes = [torch.int64.itemsize]  # of the label, then of a rank's rows of each parameter
+            sizes += [p.sharding.chunk_numel * p.all_gather_output.itemsize for p in self.params]
             labels, *outputs = self.gathered.split(sizes, dim=1)
             self.sharded_state = ShardedState.SHARDED
             # Not on a GPU: the CPU, which runs ahead of it, would have to wait for the message.

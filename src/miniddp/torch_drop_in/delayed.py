@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from miniddp.bucket import Bucket
 from miniddp.replicas import broadcast_tensors
-from miniddp.torch_drop_in.reducer import TorchReducer
+from miniddp.torch_drop_in.torch_reducer import TorchReducer
 
 
 class DelayedAllReduce:

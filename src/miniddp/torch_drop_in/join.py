@@ -25,7 +25,7 @@ from miniddp.replicas import broadcast_tensors
 from miniddp.torch_drop_in.strict import gather_faults
 
 if TYPE_CHECKING:
-    from miniddp.torch_drop_in.reducer import TorchReducer
+    from miniddp.torch_drop_in.torch_reducer import TorchReducer
 
 
 def learn_and_share(reducer: "TorchReducer") -> None:

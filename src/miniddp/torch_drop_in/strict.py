@@ -21,7 +21,7 @@ from miniddp.nested import find_tensors
 from miniddp.reducer import ReducerState
 
 if TYPE_CHECKING:
-    from miniddp.torch_drop_in.reducer import TorchReducer
+    from miniddp.torch_drop_in.torch_reducer import TorchReducer
 
 
 def at_end_of_each_backward(

@@ -49,8 +49,8 @@ from miniddp.torch_drop_in.keywords import (
 )
 from miniddp.torch_drop_in.log import Log
 from miniddp.torch_drop_in.mixed_precision import MixedPrecision
-from miniddp.torch_drop_in.reducer import TorchReducer
 from miniddp.torch_drop_in.strict import at_end_of_each_backward, complete_or_raise
+from miniddp.torch_drop_in.torch_reducer import TorchReducer
 
 
 # `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, by which libraries recognize a

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from processes import all_end, becomes
 
-from labkit.book.chapters import copy_pages, execute, execute_book, progress, update
+from labkit.book.chapters import copy_pages, execute, execute_book, update
 
 
 def notebook(path: Path, *sources: str) -> Path:
@@ -106,9 +106,3 @@ def test_copies_of_pages_lose_what_the_book_lost(tmp_path):
     (out / "gone" / "page.md").write_text("gone")
     copy_pages(book, out)
     assert [path.name for path in out.rglob("*") if path.is_file()] == ["kept.md"]
-
-
-def test_progress_says_how_many_chapters_have_run_and_what_is_left():
-    assert progress(3, 12, "museum", 16.4, 20.0) == "[ 3/12] museum … 16 s, about 60 s left"
-    assert progress(1, 4, "museum", 100.0, 100.0) == "[1/4] museum … 100 s, about 5 min left"
-    assert progress(4, 4, "museum", 3.0, 80.0) == "[4/4] museum … 3 s"

@@ -7,18 +7,13 @@ import sys
 import tempfile
 import time
 import uuid
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from processes import all_end, all_gone, becomes, processes_with
 
-from labkit.launch import forks
 from labkit.launch.forks import (
     SHARED,
-    ForkServer,
-    NotStartedError,
-    forked,
     start_forked,
     stop_forked,
 )
@@ -71,37 +66,6 @@ def test_to_stop_a_fork_ends_what_it_started_in_whichever_session(tmp_path):
     assert all_gone(marker)
 
 
-def fork_and_end(caller: Connection, marker: str) -> None:
-    os.environ["MARKER"] = marker
-    start_forked(start_others_and_wait, stdout=Path(os.devnull))
-    daemon = "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(300)"
-    subprocess.run([sys.executable, "-c", daemon], check=True)
-    caller.send((os.getpid(), "torch._dynamo" in sys.modules))
-
-
-def test_a_fork_of_the_server_has_loaded_torch_and_leaves_nothing_when_it_ends():
-    with forked(fork_and_end, marker := uuid.uuid4().hex) as connection:
-        pid, loaded = connection.recv()
-    assert loaded
-    assert all_end([pid])
-    assert processes_with(marker) == []
-
-
-def be_killed(caller: Connection) -> None:
-    child = start_forked(time.sleep, 300)
-    caller.send(child.pid)
-    time.sleep(0.3)  # meanwhile the child asks the kernel to end with its parent
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_fork_ends_when_its_parent_is_killed():
-    with forked(be_killed) as connection:
-        child = connection.recv()
-        with pytest.raises(EOFError):
-            connection.recv()
-    assert all_end([child])
-
-
 CHECKS_ITS_PARENT = """
 import os, sys, time
 from labkit.launch import guard
@@ -114,7 +78,7 @@ time.sleep(300)
 """
 
 
-def test_without_the_systems_help_too():
+def test_without_the_systems_help_a_fork_ends_with_its_parent_too():
     with subprocess.Popen(
         [sys.executable, "-c", CHECKS_ITS_PARENT], stdout=subprocess.PIPE, text=True
     ) as parent:
@@ -124,35 +88,9 @@ def test_without_the_systems_help_too():
         assert all_end([child])
 
 
-def answer(caller: Connection, *names: str) -> None:
-    caller.send([name in sys.modules for name in names])
-
-
 @pytest.fixture
 def without_a_shared_server(monkeypatch):
     monkeypatch.delenv(SHARED, raising=False)
-
-
-def test_a_server_of_its_own_has_more_modules_and_is_replaced_after_it_was_killed(
-    without_a_shared_server,
-):
-    server = ForkServer("wave")
-    try:
-        with server.forked(answer, "torch", "wave", "chunk") as connection:
-            assert connection.recv()[:2] == [True, True]
-        os.kill(killed := server.pid, signal.SIGKILL)
-        with server.forked(answer, "wave") as connection:
-            assert connection.recv() == [True]
-        assert server.pid != killed
-    finally:
-        server.stop()
-    assert all_end([server.pid])
-
-
-def test_if_no_server_can_be_started_the_reason_is_given(without_a_shared_server, monkeypatch):
-    monkeypatch.setattr(forks, "_SERVER", "raise SystemExit(3)")
-    with pytest.raises(NotStartedError), ForkServer().forked(answer):
-        pass
 
 
 IN_A_KERNEL = """

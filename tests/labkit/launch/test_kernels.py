@@ -140,7 +140,9 @@ def test_two_forked_kernels_draw_other_numbers_and_share_no_variable(kernel, tmp
     assert all(one != another for one, another in zip(first, second, strict=True))
 
 
-def test_a_forked_kernel_can_be_interrupted_with_what_it_runs_and_goes_on(kernel, tmp_path):
+def test_a_forked_kernel_can_be_interrupted_goes_on_and_runs_what_is_registered_for_its_exit(
+    kernel, tmp_path
+):
     message = kernel.client.execute(
         "import pathlib, time; pathlib.Path('began').touch(); time.sleep(300)"
     )
@@ -149,6 +151,11 @@ def test_a_forked_kernel_can_be_interrupted_with_what_it_runs_and_goes_on(kernel
     reply = kernel.client._recv_reply(message, timeout=60)
     assert reply["content"]["ename"] == "KeyboardInterrupt"
     assert kernel.value("1 + 1") == 2
+    code = "import atexit, pathlib; atexit.register(pathlib.Path('ended').touch)"
+    kernel.client.execute_interactive(code, timeout=300)
+    kernel.client.shutdown()
+    assert kernel.ends() == 0
+    assert (tmp_path / "ended").exists()
 
 
 @pytest.mark.parametrize(
@@ -157,14 +164,6 @@ def test_a_forked_kernel_can_be_interrupted_with_what_it_runs_and_goes_on(kernel
 def test_the_end_of_a_forked_kernel_is_seen_with_its_exit_code(kernel, end, code):
     kernel.client.execute(f"import os; {end}")
     assert kernel.ends() == code
-
-
-def test_a_forked_kernel_runs_what_was_registered_for_its_exit(kernel, tmp_path):
-    code = "import atexit, pathlib; atexit.register(pathlib.Path('ended').touch)"
-    kernel.client.execute_interactive(code, timeout=300)
-    kernel.client.shutdown()
-    assert kernel.ends() == 0
-    assert (tmp_path / "ended").exists()
 
 
 MANAGER = """

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from processes import all_end
 
 from labkit.launch.scripts import ScriptError, project_root, run_script
 
@@ -81,19 +80,3 @@ def test_lightning_and_the_processes_that_it_starts_are_forks(script):
 def test_a_forked_script_finds_texts_in_its_arguments_as_a_fresh_one_does(script):
     name = script("import sys\nprint({type(word).__name__ for word in sys.argv})")
     assert run_script(Path(name), 7, preload=["json"]) == "{'str'}"
-
-
-def test_a_late_script_with_lightning_is_stopped_with_all_that_it_started(script):
-    name = script(
-        "import os, subprocess, time\n"
-        "if False:\n"
-        "    import pytorch_lightning\n"
-        "one = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
-        "print(os.getpid(), one.pid, flush=True)\n"
-        "time.sleep(300)\n"
-    )
-    with pytest.raises(ScriptError, match="had not ended after 5 s") as caught:
-        run_script(name, timeout=5)
-    ended = [int(word) for word in caught.value.said.split()]
-    assert len(ended) == 2
-    assert all_end(ended, within=0)

@@ -25,25 +25,24 @@ from labkit.testing.overlap import communication_overlaps_backward
 EVERY_CHECK = (*INVARIANTS, communication_overlaps_backward)
 
 
-def errors_of(rank, check, *arguments):
-    """What a rank reports: None, or the error's attributes."""
+def error_of(check, *arguments):
+    """The error of a check, or None."""
     try:
-        check(rank, *arguments)
+        check(*arguments)
     except InvariantError as error:
         return error
     return None
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_torchs_ddp_obeys_every_invariant_and_overlaps(world_size):
+def test_torchs_ddp_obeys_every_invariant_and_overlaps():
     def work():
         ddp = partial(DistributedDataParallel, find_unused_parameters=True)
         as_views = partial(ddp, gradient_as_bucket_view=True, bucket_cap_mb=0.0003)
         ways = (ddp, as_views, DistributedDataParallel)
         return [list(violations(wrap, invariants=EVERY_CHECK)) for wrap in ways]
 
-    found = run_ranks(work, world_size, timeout=600, device="cpu")
-    assert found == [[[], [], ["missing_counts_as_zeros"]]] * world_size
+    found = run_ranks(work, 3, timeout=600, device="cpu")
+    assert found == [[[], [], ["missing_counts_as_zeros"]]] * 3
 
 
 def test_an_implementation_that_raises_on_one_rank_is_reported_on_all_without_a_hang():
@@ -61,25 +60,23 @@ def test_an_implementation_that_raises_on_one_rank_is_reported_on_all_without_a_
                 dist.all_reduce(parameter.grad)
 
     def work(rank):
-        return errors_of(rank, lambda _: gradients_equal_full_batch(RaisesOnRank1))
+        with pytest.raises(InvariantError) as caught:
+            gradients_equal_full_batch(RaisesOnRank1)
+        assert caught.value.invariant == "gradients_equal_full_batch"
+        assert ("KeyError" if rank == 1 else "rank 1 raised KeyError") in caught.value.found
 
-    errors = run_ranks(work, 3, timeout=300, device="cpu")
-    assert [error.invariant for error in errors] == ["gradients_equal_full_batch"] * 3
-    assert "KeyError" in errors[1].found
-    assert "rank 1 raised KeyError" in errors[0].found
+    run_ranks(work, 3, timeout=300, device="cpu")
 
 
 def test_a_copy_that_is_trained_in_the_place_of_the_module_is_found_out():
-    def work(rank):
-        def wrap(module):
-            return DistributedDataParallel(copy.deepcopy(module))
+    def work():
+        with pytest.raises(InvariantError) as caught:
+            communication_overlaps_backward(lambda m: DistributedDataParallel(copy.deepcopy(m)))
+        assert caught.value.where == "the module that was wrapped"
+        assert caught.value.found == "no gradient arrived in it"
+        assert "a copy of the module" in caught.value.cause
 
-        return errors_of(rank, lambda _: communication_overlaps_backward(wrap))
-
-    for error in run_ranks(work, 2, device="cpu"):
-        assert error.where == "the module that was wrapped"
-        assert error.found == "no gradient arrived in it"
-        assert "a copy of the module" in error.cause
+    run_ranks(work, 2, device="cpu")
 
 
 def model(seed: int) -> nn.Module:
@@ -112,16 +109,11 @@ def test_what_differs_is_named_with_its_rank_on_every_rank():
         found = {}
         for change in (one_bit, a_buffer, equal_nans, no_gradient, only_rank_0):
             change(module := model(0), rank)
-            found[change.__name__] = (
-                errors_of(rank, lambda _, module=module: assert_replicas_agree(module)),
-                errors_of(rank, lambda _, module=module: assert_gradients_agree(module)),
-            )
+            checks = (assert_replicas_agree, assert_gradients_agree)
+            found[change.__name__] = tuple(error_of(check, module) for check in checks)
         a_buffer(module := model(0), rank)
         assert_replicas_agree(module, buffers=False)
-        shape = errors_of(rank, lambda _: assert_replicas_agree(nn.Linear(3, 4 + rank)))
-        return found, shape
-
-    for found, shape in run_ranks(work, 3, device="cpu"):
+        shape = error_of(assert_replicas_agree, nn.Linear(3, 4 + rank))
         bit, buffer = found["one_bit"][0], found["a_buffer"][0]
         assert (bit.rank, bit.where) == (2, "2.weight")
         assert "1 of 8 elements" in bit.found
@@ -134,6 +126,8 @@ def test_what_differs_is_named_with_its_rank_on_every_rank():
         assert (shape.rank, shape.found) == (1, "a tensor of float32 [5, 3]")
         assert "[4, 3], as on rank 0" in shape.expected
 
+    run_ranks(work, 3, device="cpu")
+
 
 def test_a_true_gradient_without_a_trainable_parameter_is_an_error_that_names_it():
     def work(rank):
@@ -141,10 +135,12 @@ def test_a_true_gradient_without_a_trainable_parameter_is_an_error_that_names_it
         module.weight.grad, module.bias.grad = torch.ones(2, 3), torch.ones(2)
         true = {name: p.grad.clone() for name, p in module.named_parameters()}
         module.bias.requires_grad_(rank != 1)
-        return errors_of(rank, lambda _: assert_gradients_equal(module, true))
+        with pytest.raises(InvariantError) as caught:
+            assert_gradients_equal(module, true)
+        found = caught.value
+        assert (found.rank, found.where, found.found) == (1, "bias.grad", "a frozen parameter")
 
-    for frozen in run_ranks(work, 2, device="cpu"):
-        assert (frozen.rank, frozen.where, frozen.found) == (1, "bias.grad", "a frozen parameter")
+    run_ranks(work, 2, device="cpu")
 
 
 # What each rank does to the right gradient; then the ratio and the cosine, and a part of the cause.
@@ -161,20 +157,15 @@ MISTAKES = {
 
 def test_gradients_equal_tells_a_scale_bug_from_a_direction_bug():
     def work(rank):
-        found = {}
         right = torch.arange(1.0, 7.0).view(2, 3)
-        for name, (mistake, *_) in MISTAKES.items():
+        for mistake, ratio, cosine, cause in MISTAKES.values():
             module = nn.Linear(3, 2, bias=False)
             module.weight.grad = right.clone()
             assert_gradients_equal(module, {"weight": right})
             module.weight.grad = mistake(right, rank)
-            check = partial(assert_gradients_equal, module, {"weight": right})
-            found[name] = errors_of(rank, lambda _, check=check: check())
-        return found
-
-    for of_rank in run_ranks(work, 3, device="cpu"):
-        for name, (_, ratio, cosine, cause) in MISTAKES.items():
-            error = of_rank[name]
+            with pytest.raises(InvariantError) as caught:
+                assert_gradients_equal(module, {"weight": right})
+            error = caught.value
             assert error.where == "weight.grad"
             assert cause in error.cause
             if ratio is not None:
@@ -183,6 +174,8 @@ def test_gradients_equal_tells_a_scale_bug_from_a_direction_bug():
                 assert error.comparison.cosine == pytest.approx(cosine)
             elif error.comparison is not None:
                 assert not error.comparison.cosine > 0.99
+
+    run_ranks(work, 3, device="cpu")
 
 
 class SwallowsWhatIsRaised:

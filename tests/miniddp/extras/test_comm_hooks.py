@@ -1,6 +1,6 @@
 """Comm hooks: ours against torch's stock ones, each of them on both wrappers, bitwise."""
 
-import copy
+from itertools import product
 
 import pytest
 import torch
@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.launch.ranks import run_ranks
 from miniddp.extras import comm_hooks
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
-
-WRAPPERS = {"mini": DropIn, "torch": DistributedDataParallel}
 
 
 def model() -> nn.Module:
@@ -51,45 +49,28 @@ PAIRS = {
 }
 
 
-def run_pairs(rank, world_size):
-    found = {}
-    for name, hooks in PAIRS.items():
-        for views in (False, True):
-            for wrapper in WRAPPERS:
-                found[name, views, wrapper] = [
-                    gradients_of(
-                        WRAPPERS[wrapper], rank, hook, nothing, gradient_as_bucket_view=views
-                    )
-                    for hook in hooks
-                ]
-    return found
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_our_hooks_are_bitwise_equal_to_torchs_on_both_wrappers(world_size):
-    for found in run_ranks(run_pairs, world_size):
-        for name in PAIRS:
-            (reference, _), *others = (
-                found[name, views, wrapper] for views in (False, True) for wrapper in WRAPPERS
-            )
-            for ours, theirs in others:
-                for step, expected in enumerate(reference):
-                    assert torch.equal(ours[step], expected), name
-                    assert torch.equal(theirs[step], expected), name
+    def work(rank):
+        for hooks in PAIRS.values():
+            reference = gradients_of(DistributedDataParallel, rank, hooks[1], nothing)
+            for wrap, hook, views in product(
+                (DropIn, DistributedDataParallel), hooks, (False, True)
+            ):
+                found = gradients_of(wrap, rank, hook, nothing, gradient_as_bucket_view=views)
+                assert all(map(torch.equal, found, reference)), (wrap, hook, views)
 
-
-def run_bf16(rank, world_size):
-    return [
-        gradients_of(DropIn, rank, hook, nothing)
-        for hook in (comm_hooks.bf16_compress, default_hooks.bf16_compress_hook, None)
-    ]
+    run_ranks(work, world_size)
 
 
 def test_bf16_compression_equals_torchs_hook_and_stays_within_its_rounding():
-    for ours, theirs, exact in run_ranks(run_bf16, 2):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        error = (ours[0] - exact[0]).norm() / exact[0].norm()
-        assert 0 < error < 2**-8
+    def work(rank):
+        hooks = comm_hooks.bf16_compress, default_hooks.bf16_compress_hook, None
+        ours, theirs, exact = (gradients_of(DropIn, rank, hook, nothing) for hook in hooks)
+        assert all(map(torch.equal, ours, theirs))
+        assert 0 < (ours[0] - exact[0]).norm() / exact[0].norm() < 2**-8
+
+    run_ranks(work, 2)
 
 
 class Weighted(nn.Module):
@@ -103,50 +84,37 @@ class Weighted(nn.Module):
         return (self.weight * factors).sum().real
 
 
-def run_complex_compression(rank):
-    for hook in (comm_hooks.fp16_compress, comm_hooks.bf16_compress):
-        wrapped = DropIn(Weighted())
-        wrapped.register_comm_hook(None, hook)
-        said = "bucket 0 holds torch.complex64 gradients.*use the hook `average`"
-        with pytest.raises(TypeError, match=said):
-            wrapped(torch.randn(16, 12, dtype=torch.complex64)).backward()
-    return "refused"
-
-
 def test_compression_refuses_complex_gradients_on_every_rank():
-    assert run_ranks(run_complex_compression, 2) == ["refused"] * 2
+    def work():
+        for hook in (comm_hooks.fp16_compress, comm_hooks.bf16_compress):
+            wrapped = DropIn(Weighted())
+            wrapped.register_comm_hook(None, hook)
+            said = "bucket 0 holds torch.complex64 gradients.*use the hook `average`"
+            with pytest.raises(TypeError, match=said):
+                wrapped(torch.randn(16, 12, dtype=torch.complex64)).backward()
+
+    run_ranks(work, 2)
 
 
-def refused(rank, world_size):
+def test_what_cannot_be_a_hook_is_refused_and_so_is_a_second_one():
     def without_bucket(state, gradients): ...
 
     def with_wrong_bucket(state, bucket: int): ...
 
     def with_wrong_result(state, bucket) -> int: ...
 
-    wrapped = DropIn(copy.deepcopy(model()))
-    said = []
-    for hook in (3, without_bucket, with_wrong_bucket, with_wrong_result):
-        try:
-            wrapped.register_comm_hook(None, hook)
-        except (TypeError, ValueError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    wrapped.register_comm_hook(None, comm_hooks.average)
-    try:
+    def work():
+        wrapped = DropIn(model())
+        for hook, said in (
+            (3, "must be callable"),
+            (without_bucket, "must be named bucket"),
+            (with_wrong_bucket, "bucket annotation"),
+            (with_wrong_result, "return annotation"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=said):
+                wrapped.register_comm_hook(None, hook)
         wrapped.register_comm_hook(None, comm_hooks.average)
-    except RuntimeError as error:
-        said.append(str(error))
-    return said
+        with pytest.raises(RuntimeError, match="only be called once"):
+            wrapped.register_comm_hook(None, comm_hooks.average)
 
-
-def test_what_cannot_be_a_hook_is_refused_and_so_is_a_second_one():
-    for said in run_ranks(refused, 2):
-        expected = [
-            "must be callable",
-            "must be named bucket",
-            "bucket annotation",
-            "return annotation",
-            "only be called once",
-        ]
-        assert len(said) == len(expected)
-        assert all(words in text for words, text in zip(expected, said, strict=True))
+    run_ranks(work, 2)

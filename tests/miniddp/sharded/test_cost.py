@@ -12,29 +12,28 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.step_cost import StepCost, ring_bytes, step_cost
+from labkit.profiling.step_cost import ring_bytes, step_cost
 from labkit.testing.watch import RecordedCollectives
 from miniddp.sharded import fully_shard
 
 SIZE = 4 * (24 * 12 + 24 * 24)  # bytes of the parameters, which 2 and 4 ranks share evenly
 
 
-def cost_on_this_rank(rank: int) -> StepCost:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 24, bias=False), nn.Linear(24, 24, bias=False))
-    model = fully_shard(model)
-    batch = torch.randn(5, 12, generator=torch.Generator().manual_seed(rank))
-    optimizer = torch.optim.Adam(model.parameters())
-    return step_cost(model, optimizer, lambda model: model(batch).pow(2).mean())
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_group_is_kept_whole_until_backward_as_torch_keeps_it(world_size):
-    for found in run_ranks(cost_on_this_rank, world_size):
+    def work(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 24, bias=False), nn.Linear(24, 24, bias=False))
+        model = fully_shard(model)
+        batch = torch.randn(5, 12, generator=torch.Generator().manual_seed(rank))
+        optimizer = torch.optim.Adam(model.parameters())
+        found = step_cost(model, optimizer, lambda model: model(batch).pow(2).mean())
         share = SIZE // world_size
         assert 2 * (SIZE - share) <= found.sent <= 2 * (SIZE - share) + 64 * world_size
-        held = (found.parameters, found.gradients, found.state - share)
-        assert all(share <= part <= share + 64 for part in held)
+        for held in (found.parameters, found.gradients, found.state - share):
+            assert share <= held <= share + 64
+
+    run_ranks(work, world_size)
 
 
 class Pairs(nn.Module):
@@ -88,32 +87,29 @@ def cost_of_backward(rank: int, way: str, how: Any) -> tuple[int, float]:
     return min(found[1:]), 2 * ring_bytes(recorded.launched, 2) / LAYER
 
 
-def compare_costs(rank: int) -> dict[str, tuple[tuple[int, float], tuple[int, float]]]:
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    hows = (fully_shard, torchs_fully_shard)
-    return {way: tuple(cost_of_backward(rank, way, how) for how in hows) for way in WAYS}
-
-
 def test_backward_holds_and_sends_no_more_than_torchs():
-    for found in run_ranks(compare_costs, 2):
-        for way, ((held, sent), (torchs_held, torchs_sent)) in found.items():
+    def work(rank: int) -> None:
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        for way in WAYS:
+            held, sent = cost_of_backward(rank, way, fully_shard)
+            torchs_held, torchs_sent = cost_of_backward(rank, way, torchs_fully_shard)
             assert held <= torchs_held, way
             # Gathers have a label. A rank cannot know that no rank has a gradient after the second
             # forward's backward; torch's does not reduce then.
             assert sent <= torchs_sent + 0.5 + (6 if way == "twice" else 0), way
 
-
-def alive_after_a_forward(rank: int, how: Any) -> int:
-    """Outputs of layers that no garbage collection has found, and nothing needs."""
-    model, outputs = Pairs(how), []
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            layer.register_forward_hook(lambda *call: outputs.append(weakref.ref(call[-1])))
-    gc.disable()
-    model(torch.randn(5, 40))
-    gc.enable()
-    return sum(output() is not None for output in outputs)
+    run_ranks(work, 2)
 
 
 def test_a_forward_without_a_backward_keeps_no_activations():
-    assert run_ranks(alive_after_a_forward, 2, fully_shard) == [0, 0]
+    def work() -> None:
+        model, outputs = Pairs(fully_shard), []
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(lambda *call: outputs.append(weakref.ref(call[-1])))
+        gc.disable()
+        model(torch.randn(5, 40))
+        gc.enable()
+        assert [output() for output in outputs] == [None] * 6
+
+    run_ranks(work, 2)

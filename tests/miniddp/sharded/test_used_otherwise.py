@@ -5,6 +5,7 @@ and to those of torch's `fully_shard`, unless that lacks the case.
 """
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from miniddp.sharded import (
     fully_shard,
     load_full_state_dict,
 )
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -114,119 +116,98 @@ def gradients(case: Callable, how: Any, ranks: list[int]) -> list[Tensor | None]
     return found
 
 
-def compare_cases(rank: int) -> dict[str, bool]:
-    same = {}
-    for case in CASES:
-        print(case.__name__)  # shown if the call fails, and then the last one is the culprit
-        ours = gradients(case, fully_shard, [rank])
-        others = {"one process": gradients(case, lambda part: part, [0, 1])}
-        if case is not a_loss_that_is_no_output:  # torch's reduces nothing
-            others["torch"] = gradients(case, torchs_fully_shard, [rank])
-        for name, theirs in others.items():
-            pairs = list(zip(ours, theirs, strict=True))
-            none = all((a is None) == (b is None) for a, b in pairs)
-            both = [(a, b) for a, b in pairs if a is not None and b is not None]
-            if case is synchronized_without_a_branch and name == "one process":
-                equal = all(torch.allclose(a, b) for a, b in both)  # adds in another order
-            else:
-                equal = all(torch.equal(a, b) for a, b in both)
-            same[f"{case.__name__}, {name}"] = none and equal
-    return same
-
-
 def test_gradients_are_those_of_one_process_and_of_torch():
-    for same in run_ranks(compare_cases, 2):
-        assert [name for name, equal in same.items() if not equal] == []
+    def work(rank: int) -> None:
+        for case in CASES:
+            ours = gradients(case, fully_shard, [rank])
+            others = {"one process": gradients(case, lambda part: part, [0, 1])}
+            if case is not a_loss_that_is_no_output:  # torch's reduces nothing
+                others["torch"] = gradients(case, torchs_fully_shard, [rank])
+            for name, theirs in others.items():
+                other_order = (case, name) == (synchronized_without_a_branch, "one process")
+                same = torch.allclose if other_order else torch.equal
+                for a, b in zip(ours, theirs, strict=True):
+                    none = a is None and b is None
+                    assert none or same(a, b), f"{case.__name__}: {name}"
 
-
-def what_is_said(rank: int) -> dict[str, str]:
-    net = build(fully_shard)
-    net(torch.ones(2, 12)).sum().backward()
-    late = build(fully_shard)
-    late(torch.ones(2, 12)).sum().backward()
-    late.head.bias = nn.Parameter(torch.zeros(3))
-    divided = nn.Linear(2, 2)
-    mesh = init_device_mesh("cpu", (2,))
-    divided.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
-    experts = [fully_shard(nn.Linear(2, 2)) for _ in range(2)]  # in no sharded module
-    encode, decode = nn.Linear(2, 3), nn.Linear(3, 2)
-    decode.weight = encode.weight
-    fully_shard(encode)
-    attempts = {
-        "used while sharded": lambda: net.logits(torch.ones(2, 12)),
-        "a Linear was used while": lambda: net.forward(torch.ones(2, 12)),
-        "Linear.weight was used": lambda: net.right.weight.sum().backward(),
-        "is all-gathering a different module": lambda: net(torch.ones(2, 12), rank == 0),
-        "is all-gathering the model (FSDPLinear)": lambda: experts[rank](torch.ones(1, 2)),
-        "head.bias was added": lambda: late(torch.ones(2, 12)),
-        "weight is a DTensor": lambda: fully_shard(divided),
-        "is never called": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
-        "a list is never called": lambda: fully_shard([nn.Linear(2, 2)]),
-        "LBFGS computes with whole": lambda: torch.optim.LBFGS(net.parameters()).step(lambda: 0),
-        "is tied to a parameter": lambda: fully_shard(decode),
-        "has been sharded already": lambda: fully_shard(experts[0]),
-        "same model across all ranks": lambda: fully_shard(nn.Linear(2, 2 + rank)),
-        "is a scalar": lambda: fully_shard(MODELS["odd shapes"].build()),
-        "is not contiguous": lambda: fully_shard(MODELS["convolution"].build()),
-        "(3, 2)": lambda: load_full_state_dict(experts[0], {"weight": torch.zeros(3, 2)}),
-        "full_state_dict": lambda: copy.deepcopy(experts[0]),
-        "shard the wrapper's .module": lambda: fully_shard(MiniDDP(nn.Linear(2, 2))),
-    }
-    said = {}
-    for expected, attempt in attempts.items():
-        try:
-            said[expected] = str(attempt())
-        except (ValueError, RuntimeError, TypeError) as error:
-            said[expected] = str(error)
-    return said
+    run_ranks(work, 2)
 
 
 def test_what_would_be_silently_wrong_is_refused_on_every_rank():
-    for said in run_ranks(what_is_said, 2):
-        assert [expected for expected, text in said.items() if expected not in text] == []
+    def work(rank: int) -> None:
+        net = build(fully_shard)
+        net(torch.ones(2, 12)).sum().backward()
+        late = build(fully_shard)
+        late(torch.ones(2, 12)).sum().backward()
+        late.head.bias = nn.Parameter(torch.zeros(3))
+        divided = nn.Linear(2, 2)
+        mesh = init_device_mesh("cpu", (2,))
+        divided.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
+        experts = [fully_shard(nn.Linear(2, 2)) for _ in range(2)]  # in no sharded module
+        encode, decode = nn.Linear(2, 3), nn.Linear(3, 2)
+        decode.weight = encode.weight
+        fully_shard(encode)
+        other = "is all-gathering a different module"
+        for said, attempt in {
+            "used while sharded": lambda: net.logits(torch.ones(2, 12)),
+            "a Linear was used while": lambda: net.forward(torch.ones(2, 12)),
+            "Linear.weight was used": lambda: net.right.weight.sum().backward(),
+            other: lambda: net(torch.ones(2, 12), rank == 0),
+            "is all-gathering the model (FSDPLinear)": lambda: experts[rank](torch.ones(1, 2)),
+            "head.bias was added": lambda: late(torch.ones(2, 12)),
+            "weight is a DTensor": lambda: fully_shard(divided),
+            "is never called": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+            "a list is never called": lambda: fully_shard([nn.Linear(2, 2)]),
+            "LBFGS computes with whole": lambda: torch.optim.LBFGS(net.parameters()).step(int),
+            "is tied to a parameter": lambda: fully_shard(decode),
+            "has been sharded already": lambda: fully_shard(experts[0]),
+            "same model across all ranks": lambda: fully_shard(nn.Linear(2, 2 + rank)),
+            "is a scalar": lambda: fully_shard(MODELS["odd shapes"].build()),
+            "is not contiguous": lambda: fully_shard(MODELS["convolution"].build()),
+            "(3, 2)": lambda: load_full_state_dict(experts[0], {"weight": torch.zeros(3, 2)}),
+            "full_state_dict": lambda: copy.deepcopy(experts[0]),
+            "shard the wrapper's .module": lambda: fully_shard(MiniDDP(nn.Linear(2, 2))),
+            "This module is a FSDPLinear, which averages": lambda: MiniDDP(experts[0]),
+            "already, or those of a part of it": lambda: DropIn(nn.Sequential(experts[0])),
+        }.items():
+            with pytest.raises((ValueError, RuntimeError, TypeError), match=re.escape(said)):
+                attempt()
 
-
-def different_on_rank_1(rank: int) -> str:
-    mesh = init_device_mesh("cpu", (2, 2))
-    try:
-        fully_shard(nn.Linear(2, 3 if rank == 1 else 2), mesh=mesh)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    run_ranks(work, 2)
 
 
 def test_a_module_that_differs_on_one_rank_is_refused_on_all_ranks_of_a_mesh():
-    for said in run_ranks(different_on_rank_1, 4):
-        assert "same model" in said
+    def work(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        with pytest.raises(RuntimeError, match="same model"):
+            fully_shard(nn.Linear(2, 3 if rank == 1 else 2), mesh=mesh)
 
-
-def steps_of_hooks(rank: int) -> list[tuple[int, ...]]:
-    net, shapes = fully_shard(nn.Linear(12, 4)), []
-    for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: shapes.append(tuple(p.grad.shape)))
-    one, other = 2 * torch.ones(2, 2, 12, requires_grad=True)
-    (net(one) + net(other)).sum().backward()
-    return shapes
+    run_ranks(work, 4)
 
 
 def test_hooks_of_a_sharded_parameter_run_once_when_its_gradient_is_there():
-    assert run_ranks(steps_of_hooks, 2) == [[(2, 12), (2,)]] * 2
+    def work() -> None:
+        net, shapes = fully_shard(nn.Linear(12, 4)), []
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: shapes.append(p.grad.shape))
+        one, other = 2 * torch.ones(2, 2, 12, requires_grad=True)
+        (net(one) + net(other)).sum().backward()
+        assert shapes == [(2, 12), (2,)]
 
-
-def saved(rank: int) -> tuple[dict[str, Tensor], bool]:
-    """What is saved of a sharded module in one that is not; whether any of it is a parameter."""
-    net = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 2))
-    net[0].nothing = nn.Parameter(torch.empty(0, 12))
-    fully_shard(net[0])
-    state = full_state_dict(net)
-    return state, any(value.requires_grad for value in state.values())
+    run_ranks(work, 2)
 
 
 def test_plain_values_are_saved_of_all_parameters_also_without_elements():
-    for state, trainable in run_ranks(saved, 2):
+    def work() -> None:
+        net = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 2))
+        net[0].nothing = nn.Parameter(torch.empty(0, 12))
+        fully_shard(net[0])
+        state = full_state_dict(net)
         assert state["0.nothing"].shape == (0, 12)
         assert state["1.weight"].shape == (2, 4)
-        assert not trainable
+        assert not any(value.requires_grad for value in state.values())
+
+    run_ranks(work, 2)
 
 
 class Rotation(nn.Module):
@@ -238,51 +219,40 @@ class Rotation(nn.Module):
         return (self.turns * x).imag.sum()
 
 
-def complex_gradient(rank: int) -> Tensor:
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    net = fully_shard(Rotation(), mp_policy=policy)
-    net((rank + 1) * torch.ones(3)).backward()
-    return net.turns.sharding.gather(net.turns.grad)
-
-
 def test_complex_gradients_are_reduced_as_they_are():
-    for found in run_ranks(complex_gradient, 2):
-        assert found.tolist() == [1.5j, 1.5j, 1.5j]
+    def work(rank: int) -> None:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        net = fully_shard(Rotation(), mp_policy=policy)
+        net((rank + 1) * torch.ones(3)).backward()
+        assert net.turns.sharding.gather(net.turns.grad).tolist() == [1.5j, 1.5j, 1.5j]
 
-
-def classes(rank: int) -> tuple[bool, bool]:
-    one, other, third = (fully_shard(kind(2, 2)) for kind in (nn.Linear, nn.Linear, nn.RNN))
-    return type(one) is type(other), type(one) is type(third)
+    run_ranks(work, 2)
 
 
 def test_modules_of_one_class_still_have_one_class():
-    assert run_ranks(classes, 1) == [(True, False)]
+    def work() -> None:
+        one, other, third = (fully_shard(kind(2, 2)) for kind in (nn.Linear, nn.Linear, nn.RNN))
+        assert type(one) is type(other) is not type(third)
 
-
-def norms(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """By ours and by torch's, of one sharded gradient and a copy of it; then of infinity."""
-    net = build(fully_shard)
-    net(torch.randn(4, 12, generator=torch.Generator().manual_seed(rank))).sum().backward()
-    used = [p for p in net.parameters() if p.grad is not None]
-    alone = [nn.Parameter(p.sharding.gather(p.detach())) for p in used]
-    for parameter, copied in zip(used, alone, strict=True):
-        copied.grad = parameter.sharding.gather(parameter.grad)
-    found = []
-    for kind in (1.0, 2.0, 3.0, float("inf")):
-        before = copy.deepcopy([p.grad for p in used])
-        ours = clip_grad_norm_(used, 0.1, norm_type=kind)
-        found.append((float(ours), float(nn.utils.get_total_norm([p.grad for p in alone], kind))))
-        for parameter, gradient in zip(used, before, strict=True):
-            parameter.grad = gradient
-    if rank == 1:
-        used[0].grad.fill_(float("nan"))
-    with pytest.raises(RuntimeError, match="nan"):
-        clip_grad_norm_(used, 0.1, norm_type=float("inf"), error_if_nonfinite=True)
-    return found
+    run_ranks(work, 1)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_kind_of_norm_is_that_of_the_whole_gradient(world_size):
-    for found in run_ranks(norms, world_size):
-        for ours, wanted in found:
-            assert ours == pytest.approx(wanted, rel=1e-5)
+    def work(rank: int) -> None:
+        net = build(fully_shard)
+        net(torch.randn(4, 12, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        used = [p for p in net.parameters() if p.grad is not None]
+        wholes = [p.sharding.gather(p.grad) for p in used]
+        for kind in (1.0, 2.0, 3.0, float("inf")):
+            before = copy.deepcopy([p.grad for p in used])
+            ours = clip_grad_norm_(used, 0.1, norm_type=kind)
+            assert float(ours) == pytest.approx(float(nn.utils.get_total_norm(wholes, kind)), 1e-5)
+            for parameter, gradient in zip(used, before, strict=True):
+                parameter.grad = gradient
+        if rank == 1:
+            used[0].grad.fill_(float("nan"))
+        with pytest.raises(RuntimeError, match="nan"):
+            clip_grad_norm_(used, 0.1, norm_type=float("inf"), error_if_nonfinite=True)
+
+    run_ranks(work, world_size)

@@ -76,37 +76,28 @@ LOCAL_FAULTS: dict[str, tuple[Callable[[], MiniDDP], str]] = {
 }
 
 
-def faults_of_one_rank(rank: int) -> dict[str, str]:
-    return {
-        name: error_of(make if rank == 1 else lambda: DropIn(linear()))
-        for name, (make, _) in LOCAL_FAULTS.items()
-    }
-
-
 def test_what_keeps_one_rank_from_taking_part_is_raised_on_every_rank_and_names_it():
-    for rank, errors in enumerate(run_ranks(faults_of_one_rank, 3, timeout=NO_HANG)):
-        assert errors.keys() == LOCAL_FAULTS.keys()
-        for name, (_, said) in LOCAL_FAULTS.items():
+    def work(rank):
+        for name, (make, said) in LOCAL_FAULTS.items():
+            error = error_of(make if rank == 1 else lambda: DropIn(linear()))
             if rank == 1:
-                assert errors[name].startswith(said), name
+                assert error.startswith(said), name
             else:
-                assert f"every rank raises. rank 1: {said}" in errors[name], name
+                assert f"every rank raises. rank 1: {said}" in error, name
 
-
-def frozen_with_two_backends(rank: int) -> tuple[str, str]:
-    # As of a group whose tensors may be on the CPU or on a GPU; here, no tensor is on a GPU.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl")
-        return tuple(
-            error_of(lambda wrap=wrap: wrap(linear().requires_grad_(rank == 0)))
-            for wrap in (MiniDDP, DropIn)
-        )
+    run_ranks(work, 3, timeout=NO_HANG)
 
 
 def test_a_rank_that_cannot_take_part_says_so_where_the_other_ranks_tensors_are():
-    for rank, errors in enumerate(run_ranks(frozen_with_two_backends, 2, timeout=NO_HANG)):
-        for error in errors:
-            assert "rank 1: RuntimeError: Distri" in error if rank == 0 else "not needed" in error
+    def work(rank):
+        # As of a group whose tensors may be on the CPU or on a GPU; here, no tensor is on a GPU.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl")
+            for wrap in (MiniDDP, DropIn):
+                error = error_of(lambda wrap=wrap: wrap(linear().requires_grad_(rank == 0)))
+                assert ("rank 1: RuntimeError: Distri", "not needed")[rank] in error
+
+    run_ranks(work, 2, timeout=NO_HANG)
 
 
 class Precisions(NamedTuple):
@@ -132,21 +123,17 @@ SETTINGS = {
 }
 
 
-def unequal_settings(rank: int) -> dict[str, str]:
-    return {
-        name: error_of(lambda n=name, v=values: DropIn(linear(), **{n: v[min(rank, 1)]}))
-        for name, values in SETTINGS.items()
-    }
-
-
 def test_a_setting_that_differs_is_named_with_its_values_and_ranks_on_every_rank():
-    for rank, errors in enumerate(run_ranks(unequal_settings, 3, timeout=NO_HANG)):
-        assert errors.keys() == SETTINGS.keys()
-        for name, (_, _, said) in SETTINGS.items():
-            assert "expects same settings across all ranks" in errors[name]
-            assert said in errors[name]
-            assert "on rank 1, 2" in errors[name]
-            assert f"Reported on rank {rank}" in errors[name]
+    def work(rank):
+        for name, (of_rank_0, of_others, said) in SETTINGS.items():
+            keywords = {name: of_others if rank else of_rank_0}
+            error = error_of(lambda keywords=keywords: DropIn(linear(), **keywords))
+            assert "expects same settings across all ranks" in error
+            assert said in error
+            assert "on rank 1, 2" in error
+            assert f"Reported on rank {rank}" in error
+
+    run_ranks(work, 3, timeout=NO_HANG)
 
 
 def layers(count: int) -> nn.Module:
@@ -205,38 +192,31 @@ DIFFERENCES: dict[str, tuple[Callable[[bool], nn.Module], list[str], str]] = {
 }
 
 
-def differing(rank: int) -> dict[str, str]:
-    return {
-        name: error_of(lambda make=make: make(rank == 1))
-        for name, (make, *_) in DIFFERENCES.items()
-    }
-
-
 def test_what_differs_on_one_rank_is_named_on_every_rank_and_nothing_else_is():
-    for errors in run_ranks(differing, 3, timeout=NO_HANG):
-        for name, (_, said, unsaid) in DIFFERENCES.items():
-            assert all(text in errors[name] for text in said), errors[name]
-            assert unsaid not in errors[name]
+    def work(rank):
+        for make, said, unsaid in DIFFERENCES.values():
+            error = error_of(lambda make=make: make(rank == 1))
+            assert all(text in error for text in said), error
+            assert unsaid not in error
 
-
-def one_rank_strays(rank: int) -> tuple[str, float]:
-    ddp = DropIn(linear(), strict=True)
-    ddp(inputs(rank)).sum().backward()
-    if rank == 1:
-        ddp.module(inputs(rank)).sum().backward()
-    ddp.zero_grad()
-    error = error_of(lambda: ddp(inputs(rank, 1)).square().mean().backward())
-    ddp.zero_grad()
-    ddp(inputs(rank, 2)).square().mean().backward()
-    plain = DropIn(linear())
-    plain(inputs(rank, 2)).square().mean().backward()
-    return error, largest_difference(gradients(ddp), gradients(plain))
+    run_ranks(work, 3, timeout=NO_HANG)
 
 
 def test_strict_says_a_backward_past_the_wrapper_of_one_rank_on_every_rank_and_then_goes_on():
-    for error, difference in run_ranks(one_rank_strays, 2, timeout=NO_HANG):
+    def work(rank):
+        ddp, plain = DropIn(linear(), strict=True), DropIn(linear())
+        ddp(inputs(rank)).sum().backward()
+        if rank == 1:
+            ddp.module(inputs(rank)).sum().backward()
+        ddp.zero_grad()
+        error = error_of(lambda: ddp(inputs(rank, 1)).square().mean().backward())
         assert error.startswith("RuntimeError: On rank 1 a backward ran")
-        assert difference == 0
+        ddp.zero_grad()
+        for each in (ddp, plain):
+            each(inputs(rank, 2)).square().mean().backward()
+        assert largest_difference(gradients(ddp), gradients(plain)) == 0
+
+    run_ranks(work, 2, timeout=NO_HANG)
 
 
 class TwoHeads(nn.Module):
@@ -249,65 +229,52 @@ class TwoHeads(nn.Module):
         return self.left(x), self.right(x)
 
 
-def a_static_graph_meets_a_new_part(rank: int) -> str:
-    ddp = DropIn(TwoHeads(), static_graph=True)
-    for step in range(2):
-        ddp.zero_grad()
-        left, right = ddp(inputs(rank, step))
-        left.sum().backward()
-    return error_of(right.sum().backward)
-
-
 def test_a_static_graph_refuses_a_part_that_its_first_iteration_did_not_have():
-    for error in run_ranks(a_static_graph_meets_a_new_part, 2, timeout=NO_HANG):
+    def work(rank):
+        ddp = DropIn(TwoHeads(), static_graph=True)
+        for step in range(2):
+            ddp.zero_grad()
+            left, right = ddp(inputs(rank, step))
+            left.sum().backward()
+        error = error_of(right.sum().backward)
         assert "Your training graph has changed in this iteration" in error
         assert "The parameter is right." in error
 
-
-def a_static_graph_is_interrupted(rank: int) -> float:
-    ddp, plain = DropIn(TwoHeads(), static_graph=True), DropIn(TwoHeads())
-
-    def loss_of(wrapped, step):
-        return sum(output.square().sum() for output in wrapped(inputs(rank, step)))
-
-    def interrupt(gradient):
-        raise ValueError("interrupted")
-
-    left, right = ddp(inputs(rank))
-    left.register_hook(interrupt)  # backward has come by the other head, the younger one, before
-    error = error_of((left.sum() + right.sum()).backward)
-    assert "interrupted" in error
-    assert (ddp.module.right.weight.grad is None, ddp.module.left.weight.grad) == (False, None)
-    for step in range(3):
-        ddp.zero_grad()
-        loss_of(ddp, step).backward()
-    plain.zero_grad()
-    loss_of(plain, 2).backward()
-    return largest_difference(gradients(ddp), gradients(plain))
+    run_ranks(work, 2, timeout=NO_HANG)
 
 
 def test_an_interrupted_first_backward_teaches_a_static_graph_nothing():
-    assert run_ranks(a_static_graph_is_interrupted, 2, timeout=NO_HANG) == [0.0, 0.0]
+    def interrupt(gradient):
+        raise ValueError("interrupted")
 
+    def work(rank):
+        ddp, plain = DropIn(TwoHeads(), static_graph=True), DropIn(TwoHeads())
+        left, right = ddp(inputs(rank))
+        left.register_hook(interrupt)  # backward has come by the other, younger head before
+        assert "interrupted" in error_of((left.sum() + right.sum()).backward)
+        heads = ddp.module
+        assert (heads.right.weight.grad is None, heads.left.weight.grad) == (False, None)
+        for wrapped, steps in ((ddp, range(3)), (plain, [2])):
+            for step in steps:
+                wrapped.zero_grad()
+                sum(output.square().sum() for output in wrapped(inputs(rank, step))).backward()
+        assert largest_difference(gradients(ddp), gradients(plain)) == 0
 
-def gradient_penalty(rank: int) -> list[float]:
-    differences = []
-    wrapped = [
-        DropIn(linear(), **keywords) for keywords in ({}, {"strict": True}, {"static_graph": True})
-    ]
-    for step in range(3):
-        found = []
-        for each in wrapped:
-            each.zero_grad()
-            x = inputs(rank, step).requires_grad_()
-            output = each(x).square().sum()
-            (slope,) = torch.autograd.grad(output, x, create_graph=True)
-            (output + slope.square().sum()).backward()
-            found.append(gradients(each))
-        plain, *others = found
-        differences += [largest_difference(other, plain) for other in others]
-    return differences
+    run_ranks(work, 2, timeout=NO_HANG)
 
 
 def test_a_pass_of_autograd_grad_is_no_training_backward():
-    assert run_ranks(gradient_penalty, 2, timeout=NO_HANG) == [[0.0] * 6] * 2
+    def work(rank):
+        settings = ({}, {"strict": True}, {"static_graph": True})
+        wrapped = [DropIn(linear(), **keywords) for keywords in settings]
+        for step in range(3):
+            for each in wrapped:
+                each.zero_grad()
+                x = inputs(rank, step).requires_grad_()
+                output = each(x).square().sum()
+                (slope,) = torch.autograd.grad(output, x, create_graph=True)
+                (output + slope.square().sum()).backward()
+            plain, *others = map(gradients, wrapped)
+            assert [largest_difference(other, plain) for other in others] == [0, 0]
+
+    run_ranks(work, 2, timeout=NO_HANG)

@@ -2,6 +2,7 @@
 
 import copy
 from collections import defaultdict
+from itertools import product
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -32,24 +33,20 @@ def inputs(rank: int) -> torch.Tensor:
 
 
 def test_a_rung_built_on_a_module_that_has_one_already_averages_alone():
-    def work(rank):
-        found = []
-        for first in RUNGS:
-            for second in RUNGS:
-                module = linear()
-                first(module).finish()
-                rung = second(module)
-                rung(inputs(rank)).sum().backward()
-                rung.finish()
-                found.append(gradients(module))
-        return found
-
-    results = run_ranks(work, 2)
     single = linear()
     single(torch.cat([inputs(0), inputs(1)])).sum().div(2).backward()
-    for found in results:
-        for g in found:
-            assert largest_difference(g, gradients(single)) == 0
+    right = gradients(single)
+
+    def work(rank):
+        for first, second in product(RUNGS, RUNGS):
+            module = linear()
+            first(module).finish()
+            rung = second(module)
+            rung(inputs(rank)).sum().backward()
+            rung.finish()
+            assert largest_difference(gradients(module), right) == 0
+
+    run_ranks(work, 2)
 
 
 def test_a_reducer_may_be_prepared_for_backward_after_the_forward_as_libraries_do_it():
@@ -65,12 +62,10 @@ def test_a_reducer_may_be_prepared_for_backward_after_the_forward_as_libraries_d
                 ddp.reducer.prepare_for_backward([])
                 output.sum().backward()
             found.append(gradients(ddp))
-        return found
+        assert largest_difference(*found) == 0
+        return found[0]
 
-    results = run_ranks(work, 2)
-    for ours, torchs in results:
-        assert largest_difference(ours, torchs) == 0
-        assert largest_difference(ours, results[0][0]) == 0
+    assert largest_difference(*run_ranks(work, 2)) == 0
 
 
 def average_or_fail(failing, bucket):
@@ -98,6 +93,10 @@ class TwoHeads(nn.Module):
 
 
 def test_after_a_comm_hooks_future_has_failed_the_next_step_is_right():
+    full = TwoHeads()
+    (sum(full(inputs(r), "b").sum() for r in range(2)) / 2).backward()
+    right = full.b.weight.grad
+
     def work(rank):
         failing = [True]
         ddp = DropIn(TwoHeads(), find_unused_parameters=True)
@@ -107,13 +106,10 @@ def test_after_a_comm_hooks_future_has_failed_the_next_step_is_right():
         failing[0] = False
         ddp.zero_grad()
         ddp(inputs(rank), "b").sum().backward()
-        return ddp.module.a.weight.grad is None, ddp.module.b.weight.grad
+        assert ddp.module.a.weight.grad is None
+        torch.testing.assert_close(ddp.module.b.weight.grad, right)
 
-    full = TwoHeads()
-    (sum(full(inputs(r), "b").sum() for r in range(2)) / 2).backward()
-    for a_is_missing, gradient in run_ranks(work, 2):
-        assert a_is_missing
-        torch.testing.assert_close(gradient, full.b.weight.grad)
+    run_ranks(work, 2)
 
 
 def total(state, bucket):
@@ -122,12 +118,16 @@ def total(state, bucket):
 
 
 def test_a_copy_keeps_the_comm_hook_and_refuses_delayed_parameters():
+    full = linear()
+    sum(full(inputs(r)).sum() for r in range(2)).backward()
+    right = gradients(full)
+
     def work(rank):
         ddp = DropIn(linear())
         ddp.register_comm_hook(None, total)
-        twin = copy.deepcopy(ddp)
-        for each in (ddp, twin):
+        for each in (ddp, copy.deepcopy(ddp)):
             each(inputs(rank)).sum().backward()
+            assert largest_difference(gradients(each), right) < 1e-6
         module = nn.Sequential(linear(), nn.Linear(2, 2))
         delayed = DropIn(
             module,
@@ -136,13 +136,8 @@ def test_a_copy_keeps_the_comm_hook_and_refuses_delayed_parameters():
         )
         with pytest.raises(RuntimeError, match=r"cannot be copied.*Copy its \.module"):
             copy.deepcopy(delayed)
-        return gradients(ddp), gradients(twin)
 
-    full = linear()
-    sum(full(inputs(r)).sum() for r in range(2)).backward()
-    for original, twin in run_ranks(work, 2):
-        assert largest_difference(original, gradients(full)) < 1e-6
-        assert largest_difference(original, twin) == 0
+    run_ranks(work, 2)
 
 
 def test_skipped_buckets_are_not_the_last_one_and_the_rest_is_averaged():
@@ -150,7 +145,7 @@ def test_skipped_buckets_are_not_the_last_one_and_the_rest_is_averaged():
         seen = []
 
         def hook(state, bucket):
-            seen.append((bucket.index(), bucket.is_last()))
+            seen.append(bucket.is_last())
             return total(state, bucket).then(lambda done: done.value().div_(2))
 
         settings = {
@@ -163,12 +158,11 @@ def test_skipped_buckets_are_not_the_last_one_and_the_rest_is_averaged():
         ddp(inputs(rank), "b").sum().backward()
         reference = DistributedDataParallel(TwoHeads(), **settings)
         reference(inputs(rank), "b").sum().backward()
-        return seen, largest_difference(gradients(ddp), gradients(reference))
+        assert largest_difference(gradients(ddp), gradients(reference)) == 0
+        # Of six buckets of one tensor each, those of head a are not sent.
+        assert seen == [False, False, False, True]
 
-    for seen, apart in run_ranks(work, 2):
-        assert apart == 0
-        assert len(seen) == 4  # of six buckets of one tensor each: those of head a are not sent
-        assert [last for _, last in seen] == [False, False, False, True]
+    run_ranks(work, 2)
 
 
 class Precisions:
@@ -206,9 +200,8 @@ def test_what_could_not_be_reduced_or_broadcast_is_refused_on_every_rank():
         module.register_buffer("mask", torch.full((1, 3), float(rank)).expand(4, 3))
         with pytest.raises(ValueError, match=r"shape \(4, 3\) is expanded.*clone\(\)"):
             DropIn(module)
-        return rank
 
-    assert run_ranks(work, 2) == [0, 1]
+    run_ranks(work, 2)
 
 
 def test_a_rank_outside_of_the_group_is_told_so_and_its_gradients_stay():
@@ -217,28 +210,22 @@ def test_a_rank_outside_of_the_group_is_told_so_and_its_gradients_stay():
         module = linear()
         module(inputs(rank)).sum().backward()
         before = gradients(module)
-        calls = [
+        for call in (
             lambda: average_gradients(module, group=group),
             lambda: average_gradients(module, flat=True, group=group),
             lambda: global_mean(module(inputs(rank)).sum(), 2, group),
             lambda: SyncBatchNorm(3, process_group=group)(inputs(rank)),
             lambda: Flat(module, group),
             lambda: DropIn(copy.deepcopy(module), process_group=group),
-        ]
-        said = []
-        for call in calls:
+        ):
             if rank == 0:
                 call()
-                said.append("")
             else:
                 with pytest.raises(ValueError, match="not in the group: call on its members only"):
                     call()
-                said.append("refused")
-        return said, largest_difference(gradients(module), before)
+        assert largest_difference(gradients(module), before) == 0
 
-    (_, unchanged), (said, untouched) = run_ranks(work, 2)
-    assert said == ["refused"] * 6
-    assert unchanged == untouched == 0
+    run_ranks(work, 2)
 
 
 def test_without_a_process_group_the_error_is_torchs():
@@ -343,47 +330,46 @@ def test_a_sparse_gradient_that_no_layer_announced_is_named_on_every_rank():
             ddp = DropIn(UnannouncedSparse(), gradient_as_bucket_view=views)
             with pytest.raises(RuntimeError, match=rf"(?s){said}"):
                 ddp(torch.tensor([rank, 3])).sum().backward()
-        return rank
 
-    assert run_ranks(work, 2) == [0, 1]
+    run_ranks(work, 2)
 
 
 def test_under_join_each_rank_keeps_its_own_static_graph():
+    full = TwoHeads()
+    for rank in range(2):
+        (full(inputs(rank), "ab"[rank]).sum() / 2).backward()
+    right = gradients(full)
+
     def work(rank):
         ddp = DropIn(TwoHeads(), static_graph=True)
         with ddp.join():
             for _ in range(3):
                 ddp.zero_grad()
                 ddp(inputs(rank), "ab"[rank]).sum().backward()
-        return gradients(ddp.module)
+        assert largest_difference(gradients(ddp.module), right) < 1e-6
 
-    full = TwoHeads()
-    for rank in range(2):
-        (full(inputs(rank), "ab"[rank]).sum() / 2).backward()
-    for found in run_ranks(work, 2):
-        assert largest_difference(found, gradients(full)) < 1e-6
+    run_ranks(work, 2)
 
 
 @pytest.mark.parametrize("module", [TwoHeads, HiddenHeads])
 def test_strict_tells_a_joined_rank_too_that_a_gradient_is_missing(module):
+    said = "Parameters which did not receive grad for rank 0: b.weight, b.bias"
+
     def work(rank):
         ddp = DropIn(module(), strict=True)
-        said = "nothing"
-        try:
-            with ddp.join():
-                for step in range(2 - rank):
-                    ddp.zero_grad()
-                    used = ("a", "b") if step == 0 else ("a",)
-                    outputs = [ddp.module(inputs(rank), head) for head in used[1:]]
-                    output = ddp(inputs(rank), "a")
-                    loss = sum(getattr(o, "output", o).sum() for o in [output, *outputs])
-                    loss.backward()
-        except RuntimeError as error:
-            said = str(error)
-        return said
 
-    for said in run_ranks(work, 2):
-        assert "Parameters which did not receive grad for rank 0: b.weight, b.bias" in said
+        def steps():
+            for step in range(2 - rank):
+                ddp.zero_grad()
+                used = ("a", "b") if step == 0 else ("a",)
+                outputs = [ddp.module(inputs(rank), head) for head in used[1:]]
+                output = ddp(inputs(rank), "a")
+                sum(getattr(o, "output", o).sum() for o in [output, *outputs]).backward()
+
+        with pytest.raises(RuntimeError, match=said), ddp.join():
+            steps()
+
+    run_ranks(work, 2)
 
 
 def returns_work(state, bucket):
@@ -406,6 +392,5 @@ def test_a_comm_hook_that_returns_something_else_than_a_buffers_future_is_told_s
             ddp.register_comm_hook(None, hook)
             with pytest.raises(RuntimeError, match=said):
                 ddp(inputs(rank)).sum().backward()
-        return rank
 
-    assert run_ranks(work, 2) == [0, 1]
+    run_ranks(work, 2)

@@ -87,7 +87,7 @@
     };
   }
 
-  // The bounds of labkit.testing.verdict.kind_of.
+  // The bounds of labkit.testing.compare.kind_of.
   function kindOf({ ratio, cosine }) {
     if (ratio === null) return "undefined";
     if (ratio === 0) return "zero";

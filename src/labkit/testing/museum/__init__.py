@@ -1,4 +1,4 @@
-"""The museum: known broken data-parallel implementations, one per file, each wrong in one way.
+"""The museum: known broken data-parallel implementations, each wrong in one way.
 
     for exhibit in exhibits():
         print(exhibit.name, exhibit.bug, exhibit.caught_by)
@@ -10,18 +10,14 @@ and to try your own tests: a test suite that passes on an exhibit has a hole.
 Exhibits share their correct parts, which are in `labkit.testing.museum.parts`.
 """
 
-import importlib
-import pkgutil
-
-from labkit.testing.museum.exhibit import Exhibit
+from labkit.testing.museum import after_backward, around_ddp, in_hooks, in_pieces, in_the_loss
+from labkit.testing.museum.parts import Exhibit
 
 __all__ = ["Exhibit", "exhibits"]
 
 
 def exhibits() -> tuple[Exhibit, ...]:
-    """Every exhibit, sorted by name: each module of this package that has a label, `EXHIBIT`."""
-    modules = [
-        importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
-    ]
-    labels = [module.EXHIBIT for module in modules if hasattr(module, "EXHIBIT")]
+    """Every exhibit, sorted by name."""
+    rooms = (after_backward, around_ddp, in_hooks, in_pieces, in_the_loss)
+    labels = [exhibit for room in rooms for exhibit in room.EXHIBITS]
     return tuple(sorted(labels, key=lambda exhibit: exhibit.name))

@@ -1,11 +1,49 @@
-"""The correct parts of the exhibits, so that each exhibit is wrong in one way only."""
+"""What exhibits share: their label, and their correct parts, so that each has one bug only."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+Bug = Literal["scale", "direction", "drift", "deadlock", "phantom update", "no overlap"]
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A broken implementation and its label.
+
+    `wrap` is used as `labkit.testing.trial` describes. `bug` is its kind:
+
+    - scale: every gradient is wrong by one factor (cosine 1), so a learning rate or Adam hides it;
+    - direction: gradients point in another direction (cosine < 1); no positive factor repairs that;
+    - drift: replicas that should be bitwise equal are not;
+    - deadlock: ranks launch different collectives, which hang or mix up two gradients;
+    - phantom update: parameters move that a single process would leave alone;
+    - no overlap: every gradient is right, but communication delays it.
+
+    `caught_by` names the function of `labkit.testing.invariants` that rejects it, on at least
+    `ranks_needed` ranks.
+    """
+
+    wrap: type
+    bug: Bug
+    caught_by: str
+    ranks_needed: int = 2
+
+    @property
+    def name(self) -> str:
+        """The name of its class, in lowercase with underscores."""
+        return re.sub("(?<!^)([A-Z])", r"_\1", self.wrap.__name__).lower()
+
+    @property
+    def title(self) -> str:
+        """What it does wrong: the first line of its docstring."""
+        return (self.wrap.__doc__ or "").partition("\n")[0]
 
 
 class Trainer:

@@ -1,6 +1,6 @@
 """Tables and a figure of the race, and which goals were reached.
 
-    python labs/benchmarks/report.py [FOLDER] [--figure FILE]
+    python labs/benchmarks/race.py [FOLDER] [--figure FILE]
 
 FOLDER (default: labs/benchmarks/results) holds step_time.json, which the script of this name writes
 with `--json`.
@@ -79,12 +79,8 @@ def ratios(cells: Cells, quiet: bool) -> str:
     swept = {name: best_swept(cell["seconds"]) for name, cell in cells.items()}
     best = [ratio(cells[name]["seconds"], one) for name, one in swept.items()]
     rows.append(["torch DDP, best cap", *best])
-    rows.append(
-        [
-            "the limit",
-            *(calm_limit(c["seconds"]) / calm(c["seconds"][TORCH]) for c in cells.values()),
-        ]
-    )
+    limits = (calm_limit(c["seconds"]) / calm(c["seconds"][TORCH]) for c in cells.values())
+    rows.append(["the limit", *limits])
     rows.append(
         ["torch DDP, ms", *(f"{1e3 * calm(c['seconds'][TORCH]):.0f}" for c in cells.values())]
     )

@@ -1,25 +1,71 @@
-"""Statements of the chapters on surprises that no cell of theirs shows."""
+"""Statements of the book that no cell shows: its rule, and those of the chapters on surprises."""
+
+import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from labkit.launch import RanksTimeoutError, run_ranks
+from labkit.testing import gradient_of, gradients, largest_difference
+from miniddp import MiniDDP
+from miniddp.collectives import differentiable
 
 
-def _not_kept(rank: int, keyword: str) -> str:
-    outputs = DistributedDataParallel(nn.Linear(3, 1), **{keyword: True})(torch.ones(2, 3) * rank)
-    with pytest.raises(AttributeError) as raised:
-        outputs.sum().backward()
-    return str(raised.value)
+class Encoder(nn.Module):
+    """Outputs (n, 4), and a scale that belongs to the loss, as the temperature of CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.log_scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(x), self.log_scale.exp()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ddp_delivers_the_gradient_of_the_mean_of_any_local_losses(world_size):
+    """The rule: DDP delivers the gradient of (1/W) Σ L_r, so choose Σ L_r = W · L.
+
+    Here every rank weighs the outputs of all ranks as it likes. The rule's special cases are the
+    leaves of "When do I multiply by the world size?", which the chapter compares with one process.
+    """
+    torch.manual_seed(11)
+    model, inputs = Encoder().double(), torch.randn(2 * world_size, 3).double()
+    weights = torch.randn(world_size, len(inputs), 4).double()
+
+    def local_loss(outputs: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+        return (weight * outputs).sum().tanh() * scale
+
+    def mean_loss(model: nn.Module) -> Tensor:
+        outputs, scale = model(inputs)
+        return torch.stack([local_loss(outputs, scale, weight) for weight in weights]).mean()
+
+    true = gradient_of(model, mean_loss)
+
+    def work(rank: int) -> None:
+        for wrap in (DistributedDataParallel, MiniDDP):
+            ddp = wrap(copy.deepcopy(model))
+            outputs, scale = ddp(inputs[2 * rank : 2 * rank + 2])
+            local_loss(differentiable.all_gather(outputs), scale, weights[rank]).backward()
+            assert largest_difference(gradients(ddp), true) < 1e-12
+
+    run_ranks(work, world_size, device="cpu")
 
 
 @pytest.mark.parametrize("keyword", ["find_unused_parameters", "static_graph"])
 def test_a_wrapper_that_was_not_kept_raises_with_these_keywords(keyword):
-    assert all("reducer" in said for said in run_ranks(_not_kept, 2, keyword))
+    def work(rank: int) -> None:
+        inputs = torch.ones(2, 3) * rank
+        outputs = DistributedDataParallel(nn.Linear(3, 1), **{keyword: True})(inputs)
+        with pytest.raises(AttributeError, match="reducer"):
+            outputs.sum().backward()
+
+    run_ranks(work, 2)
 
 
 class _SharedInTheMiddle(nn.Module):
@@ -34,15 +80,13 @@ class _SharedInTheMiddle(nn.Module):
         return self.head(x)
 
 
-def _in_the_middle(rank: int) -> str:
-    ddp = DistributedDataParallel(_SharedInTheMiddle())
-    with pytest.raises(RuntimeError) as raised:
-        ddp(torch.ones(4, 6) + rank).sum().backward()
-    return str(raised.value)
-
-
 def test_a_reentrant_layer_used_twice_is_noticed_in_the_middle_of_a_network():
-    assert all("ready only once" in said for said in run_ranks(_in_the_middle, 2))
+    def work(rank: int) -> None:
+        ddp = DistributedDataParallel(_SharedInTheMiddle())
+        with pytest.raises(RuntimeError, match="ready only once"):
+            ddp(torch.ones(4, 6) + rank).sum().backward()
+
+    run_ranks(work, 2)
 
 
 def _after_join(rank: int, momentum: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,8 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp_doctor.certificate import program
-from ddp_doctor.certificate.forks import Forks
+from ddp_doctor.certificate import forks, program
 from labkit.launch.forks import forked
 
 
@@ -40,8 +39,9 @@ def _prove(caller: Connection, script: str, folder: Path) -> None:
     os.chdir(folder)
     Path("train.py").write_text(script)
     command = ["train.py"]
-    certificate = program.measure(command, folder, 2, False, Forks)
-    report = program.report_with_rules(command, folder, certificate, 2, False, Forks)
+    forks.load()
+    certificate = program.measure(command, folder, 2, False)
+    report = program.report_with_rules(command, folder, certificate, 2, False)
     text = certificate.as_text(80) + "\n"
     text += report.as_text(80) if report.run.ranks else ""
     caller.send((certificate.verdict, certificate.why, text))

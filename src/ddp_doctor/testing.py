@@ -50,10 +50,13 @@ def assert_certified(
     - `backward(model, batch)` back-propagates one optimizer step with all that belongs to it:
       micro-batches, `no_sync`, an average by hand. It must not change the weights. Or, shorter:
       `loss(model, batch)` returns what is back-propagated; DDP wraps a module without a wrapper.
-    - `batches(rank, world_size)` returns an iterable; its first item is the rank's batch.
+      Collectives are allowed: in one process, they see one rank.
+    - `batches(rank, world_size)` returns an iterable; its first item is the rank's whole step: all
+      its micro-batches, which `backward` cuts.
     - `join(batches)` makes one batch of those of all ranks, and `deal(batches)` as many batches
-      with the same samples in another order. By default, a batch is a tensor, or a tuple, list, or
-      dict of tensors, with one sample per row.
+      with the same samples in another order, each as long as before. By default, a batch is a
+      tensor, or a tuple, list, or dict of tensors, with one sample per row, padded to one length on
+      all ranks.
 
     `constant`: by what a loss that is a sum is divided: the number of samples of one "rank", or of
     "all"; "all" also if nothing divides it. Without it, the factor of such a loss is not judged.

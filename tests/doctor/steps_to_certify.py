@@ -148,6 +148,33 @@ def bypassed(model: Any, x: Tensor, reduce: Reduce = mean) -> None:
     own_mean(model.module, x, reduce)
 
 
+class SumOfRanks(torch.autograd.Function):
+    """Its backward all-reduces, and does not divide."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+def summed_in_backward(model: Any, x: Tensor) -> None:
+    weights = {name: SumOfRanks.apply(weight) for name, weight in model.named_parameters()}
+    own_mean(lambda rows: torch.func.functional_call(model, weights, rows), x)
+
+
+def computed_by_hand(model: Any, x: Tensor) -> None:
+    parameters = list(model.parameters())
+    for parameter, grad in zip(
+        parameters, torch.autograd.grad(losses(model, x).mean(), parameters), strict=True
+    ):
+        parameter.grad = grad
+
+
 def not_a_number(model: Any, x: Tensor) -> None:
     (losses(model, x).mean() * float("nan")).backward()
 

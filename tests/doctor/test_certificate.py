@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from doctor.harness.scripts import STORED, Stored, corpus
 from processes import all_gone, becomes, processes_with
 
 import ddp_doctor
+from ddp_doctor.certificate import program
 from ddp_doctor.certificate.program import exit_code
+from ddp_doctor.facts import journal
 from ddp_doctor.facts.certificate import Certificate
+from ddp_doctor.report import report
 from labkit.launch.forks import ForkServer
 from prove_it import prove
 
@@ -244,6 +248,19 @@ def test_a_test_of_ones_own_can_ask_for_the_certificate(lost_factor: Path) -> No
     certificate = ddp_doctor.certify("train.py")
     assert (certificate.verdict, certificate.factor, certificate.world) == ("scaled", "1/W", 2)
     assert certificate == Certificate.of_json(certificate.as_json())
+
+
+def test_steps_that_the_rules_have_not_seen_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for steps, notes in ((99, 0), (100, 1)):
+        seen = SimpleNamespace(status=SimpleNamespace(steps=steps))
+        monkeypatch.setattr(program, "Start", lambda *_: SimpleNamespace(wait=lambda: ""))
+        monkeypatch.setattr(journal, "read_statuses", lambda _, seen=seen: [seen])
+        monkeypatch.setattr(report, "make_report", lambda *_, **__: None)
+        certificate = Certificate("equal", "")
+        program.report_with_rules(["train.py"], tmp_path / str(steps), certificate, 2, False)
+        assert len(certificate.notes) == notes
 
 
 SLEEPS = "import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(600)\n"

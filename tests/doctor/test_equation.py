@@ -170,6 +170,18 @@ def test_a_sum_divided_by_the_count_of_all_ranks_is_divided_twice_if_it_is_avera
     assert of_all(12, 4, 8, factor=2.0) == set()  # an all-reduce that carries gradient
 
 
+def test_a_sum_divided_by_a_ranks_own_count_of_the_step_is_right_though_a_pass_has_as_many() -> (
+    None
+):
+    combined, local = gradients(2, 0.5)
+    by = fact(ScalingFact, op="/", value=8.0, text="loss / SIZE", operand="SIZE", place="a:1")
+    windows = [window([4, 4], [1 / 8] * 2, combined, mine, scaling=[by]) for mine in local]
+    for one in windows:
+        for backward in one["backwards"]:
+            backward["terms"][0] |= {"reduction": "sum", "count": 4, "rows": 4}
+    assert codes(windows) == set()
+
+
 def test_shares_are_predicted_of_the_first_step_which_a_certificate_measures() -> None:
     combined, local = gradients(2, 0.5)
 

@@ -75,6 +75,18 @@ def test_the_verdict_with_and_without_a_constant_in_the_loss(case: str, ranks: i
 
 
 @pytest.mark.parametrize(
+    ("model", "backward", "wanted"),
+    [(step.plain, step.summed_in_backward, SCALED), (step.ddp, step.computed_by_hand, DIFFERENT)],
+)
+def test_a_sum_inside_of_backward_and_gradients_that_pass_ddp_by_are_seen(
+    model: Any, backward: Any, wanted: str
+) -> None:
+    """What an autograd function sums is what autograd computed, so only P1 sees it."""
+    verdict, text = verdict_of(make_model=model, backward=backward, batches=step.batches)
+    assert verdict == wanted, text
+
+
+@pytest.mark.parametrize(
     ("backward", "constant", "wanted", "factor"),
     [
         (step.own_mean, "rank", EQUAL, ""),
@@ -161,7 +173,7 @@ def test_a_killed_caller_leaves_no_process_and_no_folder(tmp_path: Path) -> None
         time.sleep(0.05)
     assert mark.exists(), (tmp_path / "said").read_text()
     below = psutil.Process(caller.pid).children(recursive=True)
-    assert len(below) >= 4  # the server, the supervisor, and two ranks
+    assert len(below) >= 4  # the guard, the server, and two ranks
     caller.send_signal(signal.SIGKILL)
     caller.wait()
     assert not psutil.wait_procs(below, timeout=30)[1]

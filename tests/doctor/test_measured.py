@@ -32,6 +32,7 @@ from ddp_doctor.facts.types import (
     FailedFact,
     ReplicaFact,
     SamplerFact,
+    ScaleFact,
     SnapshotFact,
     StartFact,
     WrapperFact,
@@ -239,3 +240,18 @@ def test_the_order_of_samples_that_are_dictionaries_is_part_of_a_data_set() -> N
     assert _content(Instructions(rows)) == _content(Instructions([*rows]))
     assert _content(Instructions(rows)) != _content(Instructions(rows[::-1]))
     assert _content(rows) != _content(rows[::-1])
+
+
+def test_loss_scales_that_differ_are_the_cause_and_the_optimizers_do_not_get_the_average() -> None:
+    held = [fact(ReplicaFact, parameters={"weight": n}, values={"weight": n}) for n in (5, 6)]
+    reports = {}
+    for scale in (1024.0, 65536.0):
+        run = run_with_steps([step(after=tuple(held))])
+        for rank, its in zip(run.ranks, (1024.0, scale), strict=True):
+            rank.facts["start"] = [fact(StartFact, parameters={"weight": 1})]
+            rank.facts["scale"] = [fact(ScaleFact, n=0, scale=its)]
+        reports[scale] = report_of(run)
+    assert [found.code for found in reports[1024.0].findings] == ["replicas_drift"]
+    assert "own loss scale" not in reports[1024.0].observed.lines[0].text
+    assert [found.code for found in reports[65536.0].findings] == ["scaler_scales_differ"]
+    assert "own loss scale" in reports[65536.0].observed.lines[0].text

@@ -65,9 +65,9 @@ def test_a_long_start_says_what_it_waits_for(
 ) -> None:
     monkeypatch.setattr(starts, "WORD", 0.1)
     monkeypatch.setattr(starts, "LIMIT", 0.5)
-    monkeypatch.setattr(starts.Start, "_waiting", lambda self, late: f": {late}")
-    assert "did not end" in Waits(Part(str(tmp_path), "one"), [], [{}]).wait()
-    assert "waiting for one process of the script, 0 s so far: [0]" in capsys.readouterr().err
+    said = Waits(Part(str(tmp_path), "one"), [], [{}]).wait()
+    assert "did not end" in said, "and no signal has ended it, which it does not expect yet"
+    assert "waiting for one process of the script, 0 s so far" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,12 @@ def test_a_long_start_says_what_it_waits_for(
         ("ValueError: no", "ValueError: no at train.py:3"),
         ("_pickle.UnpicklingError: no", "_pickle.UnpicklingError: no at train.py:3"),
         ("[rank1]: KeyError: 'x'", "KeyError: 'x' at train.py:3"),
+        ("KeyError: 'x'\nlauncher.errors.ChildFailedError: ", "KeyError: 'x' at train.py:3"),
+        ("KeyError: 'x'\nRuntimeError: Connection closed by peer", "KeyError: 'x' at train.py:3"),
+        (
+            "OSError: AF_UNIX path too long",
+            "OSError: AF_UNIX path too long at train.py:3; set TMPDIR to a shorter folder",
+        ),
         ("The doctor failed: TypeError: x", "The doctor failed: TypeError: x at train.py:3"),
     ],
 )

@@ -1,5 +1,6 @@
 """The helper for users' tests: which arguments it takes, and that it certifies a script."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ def test_a_function_that_ranks_cannot_import_is_refused() -> None:
         assert_certified(make_model=step.plain, loss=lambda model, x: x, batches=step.batches)
     files = [Path(frame.path).name for frame in raised.traceback]
     assert files == ["test_testing.py", "testing.py"]  # pytest hides the second
+
+
+def test_a_temporary_folder_that_is_too_long_for_a_socket_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 90)
+    with pytest.raises(RuntimeError, match="too long for a socket"):
+        assert_certified(**GIVEN)
 
 
 @pytest.mark.parametrize(

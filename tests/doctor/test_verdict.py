@@ -119,7 +119,7 @@ JUDGED = {
     "learning rates that differ": (
         {OWN: SAME, NEXT: [{}, {"rates": [0.1001]}]},
         "different",
-        "At optimizer step 1 (counted from 0), rank 1 has a learning rate of 0.1001",
+        "At optimizer step 1 (counted from 0), the ranks' learning rates differ: 0.1001 and 0.1",
     ),
     "a step that is not the same once more": (
         unequal(unlike=True),
@@ -221,14 +221,24 @@ JUDGED = {
         "if it had the same samples, which is not shown: What the ranks use at train.py:30",
     ),
     "a gradient that doubles with the samples": (
-        {OWN: [{"scales": [("train.py:4", 0, 8.0)]}] * 2, TWICE: [gradient(2, 2, 2, 2)] * 2},
+        {OWN: [{"scales": {("train.py:4", 0): 8.0}}] * 2, TWICE: [gradient(2, 2, 2, 2)] * 2},
         "not judged",
         "divided by 8 at train.py:4: a constant",
     ),
     "a gradient that stays with twice the samples": (
-        {OWN: [{"scales": [("train.py:4", 0, 8.0)]}] * 2, TWICE: SAME},
+        {OWN: [{"scales": {("train.py:4", 0): 8.0}}] * 2, TWICE: SAME},
         "equal",
         "",
+    ),
+    "a gradient that is not a number": (
+        {OWN: [gradient(float("nan"), 1, 1, 1)] * 2},
+        "not judged",
+        "rank 0's gradient of weight holds NaN or infinity",
+    ),
+    "a later gradient that is not a number on any rank": (
+        {OWN: SAME, NEXT: [gradient(float("nan"), 1, 1, 1)] * 2},
+        "not judged",
+        "At optimizer step 1 (counted from 0), rank 0's gradient of weight holds NaN",
     ),
     "gradients that no rank combines": (
         {OWN: [with_rows(1, 2), RAMP | with_rows(3, 4)], COPIES: [with_rows(1, 2)] * 2},
@@ -313,7 +323,7 @@ def test_one_process_that_divides_by_the_number_of_ranks_proves_nothing(tmp_path
     parts(tmp_path)[1].path(WORLD_IN_SCRIPT).touch()
     assert written(tmp_path, **{OWN: SAME}).verdict == "equal"
     assert (
-        written(tmp_path, **{OWN: [{"scales": [("train.py:4", 0, 0.5)]}] * 2}).verdict
+        written(tmp_path, **{OWN: [{"scales": {("train.py:4", 0): 0.5}}] * 2}).verdict
         == "not judged"
     )
 

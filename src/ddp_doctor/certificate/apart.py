@@ -4,16 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_doctor.certificate.forks import cheapest
-from ddp_doctor.certificate.guard import ENDED, FOLDER, VARIABLE, guard, report
+from ddp_doctor.certificate.guard import ENDED, VARIABLE, guard, guarded_folder, report
 from ddp_doctor.certificate.program import measure, report_with_rules
-from ddp_doctor.certificate.starts import LAUNCHED, OwnRanksError, said
+from ddp_doctor.certificate.starts import LAUNCHED, OwnRanksError, observed_paths, said
 from ddp_doctor.facts.certificate import Certificate
-from ddp_doctor.run.folders import SITE
 
 RESULT = "result.json"  # the certificate, and the report that explains it; or what is wrong
 
@@ -48,14 +45,11 @@ def certify_apart(
     fails.
     """
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    paths = [str(SITE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    environment[VARIABLE] = str(guard().writes)
-    with tempfile.TemporaryDirectory(prefix="ddp-doctor-") as folder:
-        guard().tell(FOLDER, folder)
-        arguments = [folder, json.dumps(ranks), json.dumps(cpu), json.dumps(explain), *command]
+    environment |= observed_paths() | {VARIABLE: str(guard().writes)}
+    with guarded_folder() as folder:
+        given = json.dumps([ranks, cpu, explain, *command])
         process = subprocess.Popen(
-            [sys.executable, "-m", "ddp_doctor.certificate.apart", *arguments],
+            [sys.executable, "-m", "ddp_doctor.certificate.apart", str(folder), given],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -70,7 +64,7 @@ def certify_apart(
             process.kill()
             process.wait()
             guard().tell(ENDED, process.pid)
-        result = Path(folder) / RESULT
+        result = folder / RESULT
         if not result.exists():
             raise RuntimeError(f"The doctor failed: {said(errors)}.")
         found, text, wrong = json.loads(result.read_text())
@@ -79,23 +73,21 @@ def certify_apart(
     return Certificate.of_json(found), text
 
 
-def main(name: str, *words: str) -> None:
+def main(name: str, given: str) -> None:
     """Certify, and write the result to a folder."""
     report()
-    folder = Path(name)
-    ranks, cpu, explain = map(json.loads, words[:3])
-    start = cheapest()
+    folder, (ranks, cpu, explain, *command) = Path(name), json.loads(given)
+    found, text, wrong = None, "", ""
     try:
-        certificate = measure(words[3:], folder, ranks, cpu, start)
+        certificate = measure(command, folder, ranks, cpu)
+        assert certificate is not None
+        if explain and certificate.verdict in ("scaled", "different"):
+            explained = report_with_rules(command, folder, certificate, ranks, cpu)
+            text = explained.as_text(80) if explained.run.ranks else ""
+        found = certificate.as_json()
     except OwnRanksError as error:
-        (folder / RESULT).write_text(json.dumps([None, "", str(error)]))
-        return
-    assert certificate is not None
-    text = ""
-    if explain and certificate.verdict in ("scaled", "different"):
-        explained = report_with_rules(words[3:], folder, certificate, ranks, cpu, start)
-        text = explained.as_text(80) if explained.run.ranks else ""
-    (folder / RESULT).write_text(json.dumps([certificate.as_json(), text, ""]))
+        wrong = str(error)
+    (folder / RESULT).write_text(json.dumps([found, text, wrong]))
 
 
 if __name__ == "__main__":

@@ -12,27 +12,43 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from ddp_doctor.certificate.record import Noted
 from ddp_doctor.certificate.samples import Recorded
 from ddp_doctor.facts.types import CALLS
 
-Call = Callable[..., Any]
+Note = Callable[..., None]
 
 
 class Notes(Protocol):
     """What is told of each call: `steps.Steps` implements it."""
 
-    optimizers: list[Optimizer]
+    noted: Noted
     recorded: Recorded
-    backwards: int
-    cleared: bool
+    optimizers: list[Optimizer]
+    taken: dict[int, int]
+    before_join: dict[int, int]
     combines: bool
 
     @property
     def updating(self) -> bool: ...
 
-    def begin_again(self) -> None: ...
-
     def note_reduced(self, numbers: Any) -> None: ...
+
+
+def noted(owner: Any, name: str, before: Note | None = None, after: Note | None = None) -> None:
+    """Replace a function by one that calls it, and notes before it, or after it with the result."""
+    call = getattr(owner, name)
+
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args, **kwargs)
+        result = call(*args, **kwargs)
+        if after is not None:
+            after(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, called)
 
 
 class Calls:
@@ -43,23 +59,19 @@ class Calls:
         self.joins = 0  # contexts of uneven inputs that have ended
         self.may_join = False  # whether there was one
         self._evaluated: Callable[[], nn.Module | None] = lambda: None
-        self._replace(Optimizer, "__init__", self._making)
+        noted(Optimizer, "__init__", after=self._made)
         for owner in (Optimizer, nn.Module):
-            self._replace(owner, "zero_grad", self._clearing)
-        self._replace(torch.autograd, "backward", self._passing)
-        self._replace(nn.Module, "train", self._training)
-        self._replace(Join, "__enter__", self._entering)
-        self._replace(Join, "__exit__", self._leaving)
+            noted(owner, "zero_grad", before=self._clears)
+        noted(torch.autograd, "backward", before=self._passes)
+        noted(nn.Module, "train", before=self._sets_mode)
+        noted(Join, "__enter__", before=self._enters)
+        noted(Join, "__exit__", after=self._left)
         if dist.is_available():
             for name in CALLS:
                 if hasattr(dist, name):
-                    self._replace(dist, name, self._combining)
-            self._replace(dist, "all_reduce", self._reducing)
-            self._replace(dist, "all_gather_object", self._gathering)
-
-    def _replace(self, owner: Any, name: str, noting: Callable[[Call], Call]) -> None:
-        call = getattr(owner, name)
-        setattr(owner, name, functools.wraps(call)(noting(call)))
+                    noted(dist, name, before=self._combines)
+            noted(dist, "all_reduce", after=self._reduced)
+            noted(dist, "all_gather_object", after=self._gathered)
 
     @property
     def evaluates(self) -> bool:
@@ -67,37 +79,20 @@ class Calls:
         model = self._evaluated()
         return model is not None and not model.training
 
-    def _making(self, init: Call) -> Call:
-        def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            init(optimizer, *args, **kwargs)
-            self.steps.optimizers.append(optimizer)
+    def _made(self, _: None, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self.steps.optimizers.append(optimizer)
 
-        return make
+    def _clears(self, *args: Any, **kwargs: Any) -> None:
+        self.steps.noted.cleared = True
 
-    def _clearing(self, zero_grad: Call) -> Call:
-        def clear(*args: Any, **kwargs: Any) -> None:
-            self.steps.cleared = True
-            zero_grad(*args, **kwargs)
+    def _passes(self, *args: Any, **kwargs: Any) -> None:
+        if not any(leaf.is_meta for leaf in tree_leaves(args[:1]) if isinstance(leaf, Tensor)):
+            self.steps.noted.backwards += 1
+            self.steps.recorded.modes.add(self.evaluates)
 
-        return clear
-
-    def _passing(self, backward: Call) -> Call:
-        def count(*args: Any, **kwargs: Any) -> None:
-            if not any(leaf.is_meta for leaf in tree_leaves(args[:1]) if isinstance(leaf, Tensor)):
-                self.steps.backwards += 1
-                self.steps.recorded.modes.add(self.evaluates)
-            backward(*args, **kwargs)
-
-        return count
-
-    def _training(self, train: Call) -> Call:
-        def set_mode(module: nn.Module, mode: bool = True) -> nn.Module:
-            if not mode and self._has_all_that_is_trained(module):
-                self._evaluated = weakref.ref(module)
-            trained: nn.Module = train(module, mode)
-            return trained
-
-        return set_mode
+    def _sets_mode(self, module: nn.Module, mode: bool = True) -> None:
+        if not mode and self._has_all_that_is_trained(module):
+            self._evaluated = weakref.ref(module)
 
     def _has_all_that_is_trained(self, module: nn.Module) -> bool:
         there = set(map(id, module.parameters()))
@@ -108,46 +103,22 @@ class Calls:
             for parameter in group["params"]
         )
 
-    def _entering(self, enter: Call) -> Call:
-        def begin(context: Any) -> Any:
-            self.may_join = True
-            return enter(context)
+    def _enters(self, context: Any) -> None:
+        self.may_join = True
 
-        return begin
+    def _left(self, *args: Any) -> None:
+        """A rank that was out of inputs stayed in there, and then got the others' model."""
+        self.joins += 1
+        self.steps.before_join = dict(self.steps.taken)
 
-    def _leaving(self, leave: Call) -> Call:
-        """A rank that is out of inputs stays in here, and then gets the others' model."""
-
-        def end(context: Any, *error: Any) -> Any:
-            result = leave(context, *error)
-            self.joins += 1
-            self.steps.begin_again()
-            return result
-
-        return end
-
-    def _combining(self, collective: Call) -> Call:
+    def _combines(self, *args: Any, **kwargs: Any) -> None:
         """An optimizer that calls a collective combines the ranks itself."""
+        self.steps.combines |= self.steps.updating
 
-        def combine(*args: Any, **kwargs: Any) -> Any:
-            self.steps.combines |= self.steps.updating
-            return collective(*args, **kwargs)
+    def _reduced(self, work: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
+        if work is None:
+            self.steps.note_reduced(tensor)
 
-        return combine
-
-    def _reducing(self, all_reduce: Call) -> Call:
-        def reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            work = all_reduce(tensor, *args, **kwargs)
-            if work is None:
-                self.steps.note_reduced(tensor)
-            return work
-
-        return reduce
-
-    def _gathering(self, gather: Call) -> Call:
-        def gathered(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
-            gather(object_list, *args, **kwargs)
-            if all(isinstance(number, int | float) for number in object_list):
-                self.steps.note_reduced(torch.tensor([float(sum(object_list))], device="cpu"))
-
-        return gathered
+    def _gathered(self, _: None, object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+        if all(isinstance(number, int | float) for number in object_list):
+            self.steps.note_reduced(torch.tensor([float(sum(object_list))], device="cpu"))

@@ -18,6 +18,7 @@ from ddp_doctor.certificate.plan import (
     AT_MOST,
     NEEDS_RANKS,
     STARTS_RANKS,
+    WATCHED,
     WORLD_IN_SCRIPT,
     Part,
 )
@@ -33,6 +34,7 @@ def install() -> None:
         return
     _installed.append(os.getpid())
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # `starts` asks where this one is
+    part.asked(os.getpid()).touch()
     _keep_groups()
     if part.kind == "observed":
         from ddp_doctor.options import Options
@@ -40,7 +42,7 @@ def install() -> None:
 
         os.environ[RUN] = str(part.journals)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        start(Options(first=part.observed, leave_after=AT_MOST, cpu=part.cpu), leader=False)
+        start(Options(first=WATCHED, leave_after=AT_MOST, cpu=part.cpu), leader=False)
         return
     from ddp_doctor.certificate.fixed import Fixed
     from ddp_doctor.certificate.loaders import Loaders
@@ -141,14 +143,14 @@ def _keep_groups() -> None:
 
     if not dist.is_available():
         return
+    from ddp_doctor.certificate.calls import noted
+
     kept: list[Any] = []
-    destroy = dist.destroy_process_group
 
-    def destroy_but_keep(group: Any = None) -> None:
+    def keep(group: Any = None) -> None:
         kept.append(group or dist.group.WORLD)
-        destroy(group)
 
-    dist.destroy_process_group = destroy_but_keep
+    noted(dist, "destroy_process_group", before=keep)
 
 
 def main() -> None:

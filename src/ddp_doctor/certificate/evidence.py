@@ -1,7 +1,7 @@
 """What both parts of a certificate wrote: steps side by side, and what speaks against comparing."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Literal
 
@@ -83,7 +83,9 @@ class Evidence:
 
     def of_rank_0(self, part: Steps, kind: str) -> list[Step]:
         """Each optimizer's step of this kind."""
-        return [step for (rank, _, its), step in part.items() if (rank, its) == (0, kind)]
+        return [
+            step for (rank, _, step_kind), step in part.items() if (rank, step_kind) == (0, kind)
+        ]
 
     def last(self, part: Steps, kind: str) -> Step:
         """What was known when rank 0's last optimizer took this step."""
@@ -100,20 +102,14 @@ class Evidence:
 
     def other_shapes(self, first: tuple[Steps, str], second: tuple[Steps, str]) -> bool:
         """Whether a parameter's gradients are of different shapes."""
-        sides = [
-            {
-                key: shape
-                for step in self.of_rank_0(*of)
-                for key, (_, shape, _) in step.stored.items()
-            }
-            for of in (first, second)
-        ]
-        return any(sides[0][key] != sides[1][key] for key in sides[0].keys() & sides[1].keys())
+        return shapes_differ(self.gradients(*first), self.gradients(*second))
 
-    def left_out(self, kind: str, *parts: Steps) -> bool:
+    def left_out(self, kind: str, part: Steps) -> bool:
         """Whether an optimizer of the first step has no step of this kind."""
-        first = {optimizer for rank, optimizer, its in self.ranks if (rank, its) == (0, OWN)}
-        return any((0, optimizer, kind) not in part for part in parts for optimizer in first)
+        first = {
+            optimizer for rank, optimizer, step_kind in self.ranks if (rank, step_kind) == (0, OWN)
+        }
+        return any((0, optimizer, kind) not in part for optimizer in first)
 
     def of_first(self, step: Step) -> Step | None:
         """Rank 0's step that is the same as another rank's."""
@@ -134,8 +130,8 @@ class Evidence:
         if self.other_shapes((part, OWN), (part, second)):
             return None, False
         noise = compare(a.gradients, b.gradients, self.names).error
-        if noise <= self.base:
-            return noise, False
+        if noise <= self.base or not math.isfinite(noise):
+            return noise if noise <= self.base else None, False
         return None, not parted(a.seen, b.seen)
 
     @cached_property
@@ -189,10 +185,7 @@ class Evidence:
         """By what numbers losses and gradients are divided: by the same ones on a rank and in one
         process, by line; and by others: line, the rank's, one process's.
         """
-        sides = [
-            {(line, at): divisor for line, at, divisor in self.last(part, OWN).scales}
-            for part in (self.ranks, self.one)
-        ]
+        sides = [self.last(part, OWN).scales for part in (self.ranks, self.one)]
         same: dict[str, float] = {}
         for (line, at), divisor in sides[0].items():
             if sides[1].get((line, at)) == divisor != 1:
@@ -207,7 +200,7 @@ class Evidence:
         It may divide by the number of its backward passes.
         """
         step = self.last(self.one, kind)
-        factors = [n for _, _, n in step.scales if n != step.backwards and math.isfinite(n)]
+        factors = [n for n in step.scales.values() if n != step.backwards and math.isfinite(n)]
         large = [max(abs(n), 1 / abs(n)) / self.world for n in factors]
         return any(n > 0.99 and abs(n - round(n)) < 1e-6 for n in large)
 
@@ -226,7 +219,7 @@ class Evidence:
             return Doubt(why, of_samples=True, of_numbers=not one.unjoined)
         if one.doubts:
             return Doubt(one.doubts[0])
-        if _far(one.untrained, ranks.untrained):
+        if apart(one.untrained, ranks.untrained, part=0.01):  # not by updates that round otherwise
             return Doubt(FROZEN, violated=True)
         if gradients and not factor and self.unsteady:
             return Doubt(self.unsteady)
@@ -254,14 +247,16 @@ class Evidence:
         or, of copies, may not have had them at all.
         """
         step, first = self.last(self.ranks, kind), self.last(self.ranks, OWN)
-        unlike = any(s.unlike for (_, _, its), s in self.ranks.items() if its == kind)
+        unlike = any(s.unlike for (_, _, step_kind), s in self.ranks.items() if step_kind == kind)
         if unlike or step.backwards != first.backwards:
             return Doubt(ELSEWHERE)
         if kind != DEAL:
             return None
         if self.unsteady:
             return Doubt(self.unsteady)
-        every = [s.weights for (_, at, its), s in self.ranks.items() if (at, its) == (0, OWN)]
+        every = [
+            s.weights for (_, at, step_kind), s in self.ranks.items() if (at, step_kind) == (0, OWN)
+        ]
         if any(apart(weights, self.first.weights) for weights in every):
             return Doubt(OTHERS)
         one = self.last(self.one, OWN) if (0, 0, OWN) in self.one else step
@@ -273,7 +268,7 @@ class Evidence:
             return Doubt(SENT.format(step.delivered[0]))
         if self.in_order:
             return Doubt(IN_ORDER)
-        if not same_totals(*(self.seen(self.ranks, its)[0] for its in (DEAL, OWN))):
+        if not same_totals(*(self.seen(self.ranks, step_kind)[0] for step_kind in (DEAL, OWN))):
             return Doubt(ELSEWHERE)
         return self.parted((self.ranks, DEAL), (self.ranks, OWN))
 
@@ -295,8 +290,8 @@ class Evidence:
     def seen(self, part: Steps, kind: str) -> dict[int, list[Seen]]:
         """What each rank saw in a step, until each optimizer's turn."""
         found: dict[int, list[Seen]] = {}
-        for (rank, _, its), step in part.items():
-            if its == kind:
+        for (rank, _, step_kind), step in part.items():
+            if step_kind == kind:
                 found.setdefault(rank, []).extend(step.seen)
         return found
 
@@ -319,36 +314,21 @@ def shapes_differ(ours: Gradients, others: Gradients) -> bool:
     return any(ours[key].shape != others[key].shape for key in ours.keys() & others.keys())
 
 
-def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-    """Whether a weight differs by more than rounding."""
-    return any(
-        mine.shape != other.shape or _distance(mine, other) > _rounding(mine) * _length(mine)
-        for mine, other in _pairs(ours, theirs)
-    )
-
-
-def _far(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-    """Whether values differ by more than what updates with rounded gradients make of them."""
-    return any(
-        mine.shape == other.shape and _distance(mine, other) > 0.01 * _length(mine)
-        for mine, other in _pairs(ours, theirs)
-    )
-
-
-def _pairs(
-    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
-) -> Iterable[tuple[Tensor, Tensor]]:
-    return ((ours[key], theirs[key]) for key in ours.keys() & theirs.keys())
-
-
-def _distance(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.double() - theirs.double()).norm())
-
-
-def _length(tensor: Tensor) -> float:
-    return float(tensor.double().norm())
-
-
-def _rounding(tensor: Tensor) -> float:
-    kind = tensor.dtype
-    return ROUNDING * torch.finfo(kind).eps if kind.is_floating_point else 0.0
+def apart(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], part: float | None = None
+) -> bool:
+    """Whether weights differ by more than rounding. With `part`: by more than this part of them,
+    and those of another shape do not count.
+    """
+    for key in ours.keys() & theirs.keys():
+        mine, other = ours[key], theirs[key]
+        if mine.shape != other.shape:
+            if part is None:
+                return True
+            continue
+        kind = mine.dtype
+        rounding = ROUNDING * torch.finfo(kind).eps if kind.is_floating_point else 0.0
+        distance, length = (mine.double() - other.double()).norm(), mine.double().norm()
+        if bool(distance > (rounding if part is None else part) * length):
+            return True
+    return False

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddp_doctor.certificate.calls import noted
+
 OFF = "Dropout is off, clipping is off, BatchNorm uses its running statistics, nothing is compiled."
 DROPOUT = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d"),
@@ -34,10 +36,10 @@ class Fixed:
         self.batch_norm = False
         self.replaced: list[str] = []  # what `--cpu` has replaced
         for name in DROPOUT:
-            setattr(F, name, _passed_on(getattr(F, name)))
-        torch.dropout = _passed_on(torch.dropout)
+            setattr(F, name, _passed_on)
+        torch.dropout = _passed_on
         F.scaled_dot_product_attention = _without_dropout(F.scaled_dot_product_attention)
-        nn.RNNBase.__init__ = _without_rnn_dropout(nn.RNNBase.__init__)  # type: ignore[method-assign]
+        noted(nn.RNNBase, "__init__", after=_without_rnn_dropout)
         F.batch_norm = self._batch_norm(F.batch_norm)
         nn.SyncBatchNorm.forward = self._sync_batch_norm(nn.SyncBatchNorm.forward)  # type: ignore[method-assign]
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -94,12 +96,8 @@ class Fixed:
         return clip
 
 
-def _passed_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def dropout(input: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
-        return input
-
-    return dropout
+def _passed_on(input: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    return input
 
 
 def _without_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,10 +111,5 @@ def _without_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-def _without_rnn_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.dropout = 0.0
-
-    return init
+def _without_rnn_dropout(_: None, rnn: nn.RNNBase, *args: Any, **kwargs: Any) -> None:
+    rnn.dropout = 0.0

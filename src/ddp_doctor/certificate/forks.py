@@ -20,18 +20,18 @@ from typing import NoReturn
 
 from ddp_doctor.certificate import child
 from ddp_doctor.certificate.guard import guard
-from ddp_doctor.certificate.plan import Part
-from ddp_doctor.certificate.starts import Start
 
 LOADED = ("torch._dynamo", "torch.distributed.tensor")  # DDP and optimizers import the first, later
 
 
 class Fork:
-    """What `Start` asks of a `subprocess.Popen`."""
+    """A process of the script; what `Start` asks of a `subprocess.Popen`."""
 
     returncode: int | None = None
 
     def __init__(self, command: Sequence[str], output: Path, environment: dict[str, str]) -> None:
+        guard()  # a process, which has to be there before a fork
+        load()
         self.pid = os.fork()
         if not self.pid:
             _run(command, output, environment)
@@ -53,30 +53,16 @@ class Fork:
         return self.returncode
 
 
-class Forks(Start):
-    """One start of the script, in forks of this process."""
-
-    def process(
-        self, part: Part, command: Sequence[str], environment: dict[str, str], at: int
-    ) -> Fork:
-        """Fork this process."""
-        guard()  # a process, which has to be there before a fork
-        _torchs_threads()
-        output = self.output / f"{at}.txt"
-        return Fork(command, output, self.environment(part, environment))
-
-
-def cheapest() -> type[Start]:
-    """Forks, where this process can be forked: it has one thread, and torch is not loaded yet.
-
-    Modules of the script must not be loaded, either: they would keep what `child` replaces.
+def possible() -> bool:
+    """Whether this process can be forked: on Linux, with one thread, and a torch that `load` has
+    loaded. Modules of the script must not be loaded: they would keep what `child` replaces.
     """
     alone = threading.active_count() == 1 and "torch" not in sys.modules
-    return Forks if alone and sys.platform == "linux" else Start
+    return bool(load.cache_info().currsize) or (alone and sys.platform == "linux")
 
 
 @functools.cache
-def _torchs_threads() -> int:
+def load() -> int:
     """Load torch. Returns its number of threads; here it has one.
 
     A fork of a process with a pool of threads would wait for them forever.
@@ -100,7 +86,7 @@ def _run(command: Sequence[str], output: Path, environment: dict[str, str]) -> N
         tempfile.tempdir = None  # as TMPDIR says
         atexit._clear()
         atexit.register(getattr(multiprocessing.util, "_exit_function"))  # noqa: B009
-        _fresh_torch(int(environment.get("OMP_NUM_THREADS", _torchs_threads())))
+        _fresh_torch(int(environment.get("OMP_NUM_THREADS", load())))
         if sys.path[0] not in ("", os.getcwd()):
             sys.path.insert(0, os.getcwd())
         sys.argv = ["child", *command]

@@ -1,7 +1,7 @@
-"""What a certificate has started ends with it, and its folder goes, however it ends.
+"""What the doctor has started ends with it, and its folder goes, however it ends.
 
 A process of its own reads from a pipe which sessions were started and which folders were made. At
-the end of the pipe, the certificate's process is gone; then it kills those and removes these. Each
+the end of the pipe, the doctor's process is gone; then it kills those and removes these. Each
 started process reports itself, so none is unknown, whenever its parent is killed. This file is run
 as a script, by a bare interpreter.
 """
@@ -13,11 +13,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 VARIABLE = "DDP_DOCTOR_GUARD"  # in a started process: the end of the pipe to write to
 STARTED, ENDED, FOLDER = "started", "ended", "folder"
+PATIENCE = 5.0  # seconds, because what is being killed may still write
+SOCKETS = 76  # characters of a temporary folder in which a socket of multiprocessing has a path
 
 
 class Guard:
@@ -66,32 +70,61 @@ def report() -> None:
             os.close(int(pipe))
 
 
-def _given(folder: str) -> Iterator[int]:
-    """The processes whose environment names the folder, in whatever session they are (Linux)."""
+@contextlib.contextmanager
+def guarded_folder() -> Iterator[Path]:
+    """A new folder, which goes however this process ends."""
+    with tempfile.TemporaryDirectory(prefix="ddp-doctor-") as name:
+        guard().tell(FOLDER, name)
+        yield Path(name)
+
+
+def temporary(folder: Path) -> dict[str, str]:
+    """The variable for a folder's own temporary folder, which goes with it."""
+    path = folder / "tmp"
+    path.mkdir(parents=True, exist_ok=True)
+    return {"TMPDIR": str(path)}
+
+
+def end_session(leader: int | str) -> None:
+    """Kill all processes of a session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(int(leader), signal.SIGKILL)
+
+
+def end_all_of(folder: str | Path) -> None:
+    """Kill all that was started with a variable that names a file in the folder (Linux)."""
+    until = time.monotonic() + PATIENCE
+    while (started := list(_started_with(f"{folder}/"))) and time.monotonic() < until:
+        for process in started:
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _started_with(words: str) -> Iterator[int]:
+    """The processes whose environment holds these words, in whatever session they are."""
     for process in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError):
             if process.isdigit() and int(process) != os.getpid():
                 with open(f"/proc/{process}/environ", "rb") as environ:
-                    if os.fsencode(f"{folder}/") in environ.read():
+                    if os.fsencode(words) in environ.read():
                         yield int(process)
 
 
 def main() -> None:
     """Wait for the end of the pipe, then clean up."""
-    told: dict[str, list[str]] = {STARTED: [], ENDED: [], FOLDER: []}
+    told: dict[str, set[str]] = {STARTED: set(), ENDED: set(), FOLDER: set()}
     for line in sys.stdin:
         what, _, value = line.rstrip("\n").partition(" ")
-        told[what].append(value)
-    for session in set(told[STARTED]) - set(told[ENDED]):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(int(session), signal.SIGKILL)
-    until = time.monotonic() + 5.0  # what is being killed may still write
-    for folder in told[FOLDER]:
-        for process in _given(folder) if os.path.exists(folder) else ():
-            with contextlib.suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-    while any(map(os.path.exists, told[FOLDER])) and time.monotonic() < until:
-        for folder in told[FOLDER]:
+        told[what].add(value)
+    for leader in told[STARTED] - told[ENDED]:
+        end_session(leader)
+    folders = list(filter(os.path.exists, told[FOLDER]))
+    for folder in folders:
+        end_all_of(folder)
+    until = time.monotonic() + PATIENCE
+    while any(map(os.path.exists, folders)) and time.monotonic() < until:
+        for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.05)
 

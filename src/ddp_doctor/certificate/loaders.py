@@ -49,7 +49,7 @@ class Loaders:
             handed = self.steps.handed
             if at is None or handed is None:
                 return batches
-            return handed.of[0].batches.get(at, batches) * handed.passes
+            return handed.records[0].batches.get(at, batches) * handed.passes
 
         return length
 
@@ -80,7 +80,9 @@ class Loaders:
             self.steps.recorded.samples[loader, fetched] = samples
             self.steps.recorded.ahead |= ahead
             return samples
-        step, at = divmod(fetched, max(1, handed.of[0].per_step.get(loader, 1)) * handed.passes)
+        step, at = divmod(
+            fetched, max(1, handed.records[0].per_step.get(loader, 1)) * handed.passes
+        )
         kind = self.steps.kind(step)
         return samples if kind == LATER else handed.items(kind, (loader, at)) or samples
 

@@ -27,10 +27,6 @@ class Row:
     dot: float
     gap: float
 
-    @property
-    def ratio_and_cosine(self) -> tuple[float, float]:
-        return _ratio_and_cosine(self.got, self.wanted, self.dot)
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -82,6 +78,16 @@ def compare(
     return judged(rows, tolerance)
 
 
+def unusable(gradient: Gradients) -> str:
+    """Why a gradient cannot be compared with another; empty if it can."""
+    for name, tensor in gradient.items():
+        if not tensor.isfinite().all():
+            return f"the gradient of {name} holds NaN or infinity"
+    if not any(bool(tensor.any()) for tensor in gradient.values()):
+        return "the gradient is zero everywhere, so there is nothing to compare"
+    return ""
+
+
 def _chunks(
     tensors: Sequence[Tensor | None], kind: torch.dtype = torch.float32
 ) -> Iterator[list[Tensor]]:
@@ -100,19 +106,21 @@ def judged(rows: list[Row], tolerance: float = TOLERANCE) -> Comparison:
     """What parameters have in common.
 
     Equal: the error is within the tolerance, of every parameter within ten times that. Scaled: it
-    is so once the gradient is divided by the ratio.
+    is so once the gradient is divided by the ratio. Different: neither, or not a number.
     """
     got, wanted = _norm(row.got for row in rows), _norm(row.wanted for row in rows)
     ratio, cosine = _ratio_and_cosine(got, wanted, sum(row.dot for row in rows))
     error = _norm(row.gap for row in rows) / (wanted or 1.0)
     large = [row for row in rows if max(row.got, row.wanted) > SMALL * max(got, wanted)]
-    each = [Worst(row.name, *row.ratio_and_cosine) for row in large]
+    each = [Worst(row.name, *_ratio_and_cosine(row.got, row.wanted, row.dot)) for row in large]
     worst = max(each, key=lambda w: abs(w.ratio - 1) + abs(w.cosine - 1), default=None)
     kind: Kind = "different"
     if error <= tolerance and all(row.gap <= 10 * tolerance * (row.wanted or 1.0) for row in large):
         kind = "equal"
-    elif _angle(cosine) <= tolerance and all(
-        _angle(w.cosine) + abs(w.ratio / ratio - 1) <= 10 * tolerance for w in each
+    elif (
+        error < math.inf
+        and _angle(cosine) <= tolerance
+        and all(_angle(w.cosine) + abs(w.ratio / ratio - 1) <= 10 * tolerance for w in each)
     ):
         kind = "scaled"
     return Comparison(kind, ratio, cosine, error, worst, rows)

@@ -58,7 +58,6 @@ class Part:
     cpu: bool = False
     late: bool = False  # samples are only replaced where they meet weights, not where they are made
     spread: bool = False  # one process makes as many passes as all ranks together
-    observed: int = WATCHED  # steps that the rules look at
     turns: int = 1  # steps of optimizers that are one step of the plan
     world: int = 1  # ranks that have to leave before nothing else is wanted; `observed` only
 
@@ -86,6 +85,10 @@ class Part:
         Ranks that start again have a folder of their own: a late one may still write to the other.
         """
         return Path(self.folder, "ranks" if self.turns == 1 else "rounds", name)
+
+    def asked(self, process: int) -> Path:
+        """A file that is there once a process can be asked where it is: a signal else ends it."""
+        return self.path(f"asked.{process}")
 
     @property
     def journals(self) -> Path:

@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_doctor.certificate.forks import cheapest
-from ddp_doctor.certificate.guard import FOLDER, guard
-from ddp_doctor.certificate.plan import NEEDS_RANKS, TURNS, WATCHED, WORLD, Part
+from ddp_doctor.certificate.guard import FOLDER, guard, guarded_folder
+from ddp_doctor.certificate.plan import AT_MOST, NEEDS_RANKS, TURNS, WORLD, Part
 from ddp_doctor.certificate.starts import LAUNCHED, OwnRanksError, Start, all_launched
 from ddp_doctor.options import FOUND, LEVELS, UNCHECKED, say
 from ddp_doctor.run.folders import own_folder
@@ -21,14 +20,15 @@ if TYPE_CHECKING:
     from ddp_doctor.options import Options
     from ddp_doctor.report.report import Report
 
+CUT = f"The rules' run ends after {AT_MOST} steps per optimizer: they say nothing of later ones."
+
 
 @contextlib.contextmanager
 def common_folder() -> Iterator[Path]:
     """A folder that all ranks of a launch find; rank 0 removes it. A new one without ranks."""
     if "RANK" not in os.environ:
-        with tempfile.TemporaryDirectory(prefix="ddp-doctor-") as name:
-            guard().tell(FOLDER, name)
-            yield Path(name)
+        with guarded_folder() as folder:
+            yield folder
         return
     names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT")
     run = "-".join(os.environ.get(name, "") for name in names)
@@ -48,47 +48,41 @@ def common_folder() -> Iterator[Path]:
 
 
 def measure(
-    command: Sequence[str],
-    folder: Path,
-    ranks: int | None,
-    cpu: bool,
-    start: type[Start] = Start,
+    command: Sequence[str], folder: Path, ranks: int | None, cpu: bool
 ) -> "Certificate | None":
     """Start the script as often as needed; None on a rank that is not the first."""
-    from ddp_doctor.certificate.verdict import judge
-
     alone = dict.fromkeys(LAUNCHED, "")
     rank = os.environ.get("RANK")
     part = Part(str(folder), "ranks", cpu)
-    if rank is None and ranks is None:
-        failed = start(part, command, [alone]).wait()
-        if part.path(NEEDS_RANKS).exists():
-            ranks = 2
-    if rank is not None:
-        failed = start(part, command, [{}]).wait()
-        if rank != "0":
-            return None
-    elif ranks is not None:
-        failed = start(part, command, all_launched(ranks)).wait()
+    if rank is not None or ranks is None:
+        failed = Start(part, command, [alone if rank is None else {}]).wait()
+    if rank not in (None, "0"):
+        return None
+    if ranks is None and part.path(NEEDS_RANKS).exists():
+        ranks = 2
     by_launcher = rank is not None or ranks is not None
+    if rank is None and ranks is not None:
+        failed = Start(part, command, all_launched(ranks)).wait()
     if part.path(TURNS).exists():
         world = int(part.path(WORLD).read_text())
         part = replace(part, turns=int(part.path(TURNS).read_text()))
-        failed = start(part, command, all_launched(world) if by_launcher else [alone]).wait()
+        failed = Start(part, command, all_launched(world) if by_launcher else [alone]).wait()
     one, failed_one = replace(part, kind="one"), ""
     if part.path(WORLD).exists() and part.path(WORLD).read_text() != "1":
         environment = all_launched(1)[0] if by_launcher else alone
-        one, failed_one = _measure_one(one, command, environment, start)
+        one, failed_one = _measure_one(one, command, environment)
+    from ddp_doctor.certificate.verdict import judge  # with torch, which a fork must not find
+
     return judge(part, one, failed, failed_one)
 
 
 def _measure_one(
-    part: Part, command: Sequence[str], environment: dict[str, str], start: type[Start]
+    part: Part, command: Sequence[str], environment: dict[str, str]
 ) -> tuple[Part, str]:
     """Start the script as one process, and again where it needs another start; how it failed."""
+    failed = Start(part, command, [environment]).wait()
     from ddp_doctor.certificate.verdict import has_nothing_of, makes_all_passes
 
-    failed = start(part, command, [environment]).wait()
     for _ in range(2):
         if not part.spread and makes_all_passes(part):
             again = replace(part, spread=True)
@@ -99,7 +93,7 @@ def _measure_one(
         else:
             break
         shutil.rmtree(part.path(""))
-        error = start(again, command, [environment]).wait()
+        error = Start(again, command, [environment]).wait()
         part, failed = again, error and (failed or error)
     return part, failed
 
@@ -110,37 +104,39 @@ def report_with_rules(
     certificate: "Certificate",
     ranks: int | None,
     cpu: bool,
-    start: type[Start] = Start,
 ) -> "Report":
     """The certificate's report. The script is started once more, for the rules. They see at most
     100 steps per optimizer, look for why the gradients are not equal, and check what the measured
     steps do not show: data, their order, learning rates, the number of micro-batches.
     """
+    from ddp_doctor.facts.journal import read_statuses
     from ddp_doctor.report.report import make_report
 
     world = certificate.world or ranks or 2
-    part = Part(str(folder), "observed", cpu, observed=WATCHED, world=world)
+    part = Part(str(folder), "observed", cpu, world=world)
     part.journals.mkdir(parents=True)
     needs_ranks = Part(str(folder), "ranks").path(NEEDS_RANKS).exists()
     if "RANK" in os.environ or ranks is not None or needs_ranks:
-        start(part, command, all_launched(world)).wait()
+        Start(part, command, all_launched(world)).wait()
     else:
-        start(part, command, [dict.fromkeys(LAUNCHED, "")]).wait()
+        Start(part, command, [dict.fromkeys(LAUNCHED, "")]).wait()
+    statuses = [journal.status for journal in read_statuses(part.journals)]
+    if any(status is not None and status.steps >= AT_MOST for status in statuses):
+        certificate.notes.append(CUT)
     return make_report(part.journals, certificate=certificate)
 
 
 def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
     """The command line's `--certify`: print, write, and return the exit code."""
-    start = cheapest()
     with common_folder() as folder:
         try:
-            certificate = measure(command, folder, ranks, options.cpu, start)
+            certificate = measure(command, folder, ranks, options.cpu)
         except OwnRanksError as error:
             say(f"{error}")
             return 2
         if certificate is None:
             return 0
-        result = report_with_rules(command, folder, certificate, ranks, options.cpu, start)
+        result = report_with_rules(command, folder, certificate, ranks, options.cpu)
         if certificate.verdict == "not judged":
             keep_output(folder, Path(options.folder))
     from ddp_doctor.other_ways import other_ways

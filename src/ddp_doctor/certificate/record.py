@@ -22,23 +22,10 @@ Seen = dict[str, Any]  # what, key, place; of a model: rows; of a loss: columns,
 
 
 @dataclass
-class Step:
-    """One optimizer's step in one process. Keys count optimizers and parameters as they are made:
-    parameter 3 of the first optimizer is 0.3.
-    """
+class Noted:
+    """What is known of a step besides its optimizer. A place is a line of the script."""
 
-    rank: int
-    world: int
-    optimizer: int  # in the order of their first steps
-    kind: str  # of the plan, or "later" with what tells these steps apart
-    turn: int  # steps of all optimizers before this one
-    backwards: int  # passes since the last step of the plan
-    names: dict[str, str]  # by key, of parameters that require a gradient
-    weights: dict[str, Tensor]  # some elements of each
-    sums: dict[str, Tensor]  # of each gradient; see `sums_of`
-    rates: list[float]  # the learning rate of each group
-    sharded: bool = False
-    unlike: bool = False  # whether samples came in at other places than in the first step
+    backwards: int = 0  # passes since the last step of the plan
     cleared: bool = False  # whether the script has called zero_grad
     clips: bool = False
     norms: list[float] = field(default_factory=list)  # that were clipped in this step
@@ -48,16 +35,41 @@ class Step:
     marked: bool = False  # whether the script marks its batches, or a loader hands them out
     replaced: list[str] = field(default_factory=list)  # what `--cpu` has replaced
     untrained: dict[str, Tensor] = field(default_factory=dict)  # weights that nobody trains
-    seen: list[Seen] = field(default_factory=list)  # see `premises`
     unjoined: list[str] = field(default_factory=list)  # places whose samples could not be joined
     numbers: list[str] = field(default_factory=list)  # places that ranks give other numbers
     delivered: list[str] = field(default_factory=list)  # places of what all ranks have
     doubts: list[str] = field(default_factory=list)  # why one process may not stand for the ranks
-    # Line, instruction, and number: what the script divides outputs, losses, or gradients by.
-    scales: list[tuple[str, int, float]] = field(default_factory=list)
+    # By place and instruction: by what the script divides outputs, losses, or gradients.
+    scales: dict[tuple[str, int], float] = field(default_factory=dict)
     foreign: list[str] = field(default_factory=list)  # classes of samples that no file takes
+
+
+@dataclass(kw_only=True)
+class Step(Noted):
+    """One optimizer's step in one process. Keys count optimizers and parameters as they are made:
+    parameter 3 of the first optimizer is 0.3.
+    """
+
+    rank: int
+    world: int
+    optimizer: int  # in the order of their first steps
+    kind: str  # of the plan, or "later" with what tells these steps apart
+    turn: int  # steps of all optimizers before this one
+    names: dict[str, str]  # by key, of parameters that require a gradient
+    weights: dict[str, Tensor]  # some elements of each
+    sums: dict[str, Tensor]  # of each gradient; see `sums_of`
+    rates: list[float]  # the learning rate of each group
+    sharded: bool = False
+    unlike: bool = False  # whether samples came in at other places than in the first step
+    seen: list[Seen] = field(default_factory=list)  # see `premises`
     stored: dict[str, tuple[int, list[int], str]] = field(default_factory=dict)  # in `gradients`
     path: str = ""  # of the file of whole gradients
+
+    @property
+    def broken(self) -> str:
+        """The first parameter whose gradient holds NaN or infinity; or empty."""
+        every = (key for key, sums in self.sums.items() if not bool(sums.isfinite().all()))
+        return next((self.names.get(key, key) for key in every), "")
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -125,17 +137,18 @@ def sampled(tensor: Tensor) -> Tensor:
 def sums_of(tensor: Tensor) -> Tensor:
     """At most `SUMS` sums over all elements with weights between −1 and 1; or those elements.
 
-    Of two gradients, they have about the same ratio and cosine as the gradients themselves.
+    Of two gradients, they have about the same ratio and cosine as the gradients themselves. A sum
+    of NaN or infinity is not finite.
     """
     flat = whole(tensor).flatten()
     length = ceil(len(flat) / SUMS)
     if length <= 1:
-        return flat.clone().nan_to_num()
+        return flat.clone()
     kind = flat.dtype if flat.dtype.itemsize >= 4 else torch.float32
     waves = waves_of(length).to(kind)
     rows = len(flat) // length
     parts = [*flat[: rows * length].view(rows, length).split(16), flat[rows * length :].view(1, -1)]
-    return torch.cat([part.to(kind) @ waves[: part.shape[1]] for part in parts]).nan_to_num()
+    return torch.cat([part.to(kind) @ waves[: part.shape[1]] for part in parts])
 
 
 def waves_of(length: int) -> Tensor:

@@ -57,7 +57,7 @@ class Recorded:
         self.foreign = write(path, vars(self))
         if self.foreign:
             self.samples = {
-                key: of for key, of in self.samples.items() if isinstance(key[0], tuple)
+                key: kept for key, kept in self.samples.items() if isinstance(key[0], tuple)
             }
             write(path, vars(self))
 
@@ -65,12 +65,12 @@ class Recorded:
 class Handed:
     """All ranks' records, once they are known: what a step of a kind gets at a place."""
 
-    def __init__(self, part: Part, rank: int, of: list[Recorded]) -> None:
+    def __init__(self, part: Part, rank: int, records: list[Recorded]) -> None:
         self.part = part
         self.rank = rank
-        self.of = of
+        self.records = records
         self.shards = False  # whether ranks hold shards of parameters
-        first, *others = (one.calls for one in of)
+        first, *others = (one.calls for one in records)
         # Calls that were given other numbers or texts on another rank.
         self.mixed = {
             key
@@ -81,73 +81,79 @@ class Handed:
     @cached_property
     def marked(self) -> bool:
         """Whether the script marks its batches: then nothing else is taken for samples."""
-        return any(is_marked(key) for key in self.of[0].samples)
+        return any(is_marked(key) for key in self.records[0].samples)
 
     @cached_property
     def loaded(self) -> bool:
         """Whether a data loader hands out the samples: then other tensors come from them."""
-        return any(not isinstance(key[0], tuple) for key in self.of[0].samples)
+        return any(not isinstance(key[0], tuple) for key in self.records[0].samples)
 
     @cached_property
     def lengths(self) -> set[int]:
         """How many samples a batch has."""
-        of = (each for one in self.of for each in one.samples.items())
         return {
             len(samples)
-            for (place, _), samples in of
+            for record in self.records
+            for (place, _), samples in record.samples.items()
             if not isinstance(place, tuple) or FORWARD in place[-2:] or place[-1] == MARKED
         }
 
     @cached_property
     def batch_lengths(self) -> set[int]:
         """How many samples a loader's batch has."""
-        of = (each for one in self.of for each in one.samples.items())
-        return {len(samples) for (place, _), samples in of if not isinstance(place, tuple)}
+        return {
+            len(samples)
+            for record in self.records
+            for (place, _), samples in record.samples.items()
+            if not isinstance(place, tuple)
+        }
 
     @cached_property
     def readers(self) -> list[int]:
         """Of each rank, the first with the same samples: ranks that split a layer share them."""
-        every = range(len(self.of))
+        ranks = range(len(self.records))
         if not self.shards:
-            return list(every)
-        return [next(r for r in every if same(self.of[r], self.of[rank])) for rank in every]
+            return list(ranks)
+        return [
+            next(r for r in ranks if same(self.records[r], self.records[rank])) for rank in ranks
+        ]
 
     @property
     def passes(self) -> int:
         """How many passes one process makes for each of a rank's."""
-        return len(self.of) if self.part.one and self.part.spread else 1
+        return len(self.records) if self.part.one and self.part.spread else 1
 
     def origin(self, key: Key) -> tuple[int, Key]:
         """Of one process with as many passes as all ranks: whose samples a pass gets, and which."""
         place, turn = key
         if self.passes == 1:
             return 0, key
-        turns = [k[1] + 1 for k in self.of[0].samples if k[0] == place]
-        rank, at = divmod(turn, self.of[0].per_step.get(place) or max(turns, default=1))
+        turns = [k[1] + 1 for k in self.records[0].samples if k[0] == place]
+        rank, at = divmod(turn, self.records[0].per_step.get(place) or max(turns, default=1))
         return rank, (place, at)
 
-    def everyones(self, key: Key, kind: str = OWN) -> list[Any] | None:
+    def of_each_rank(self, key: Key, kind: str = OWN) -> list[Any] | None:
         """What each rank had there; None if one of them had nothing."""
-        records = self.of
+        records = self.records
         if self.passes > 1:
             rank, key = self.origin(key)
-            records = self.of[:1] if kind == COPIES else self.of[rank : rank + 1]
+            records = self.records[:1] if kind == COPIES else self.records[rank : rank + 1]
         found = [record.samples.get(key) for record in records]
         return None if any(samples is None for samples in found) or not found else found
 
     def items(self, kind: str, key: Key) -> list[Any] | None:
         """The samples of a loader's batch; None if a rank had no such batch."""
-        every = self.everyones(key, kind)
-        if every is None:
+        per_rank = self.of_each_rank(key, kind)
+        if per_rank is None:
             return None
         if kind == COPIES:
-            return list(every[0])
+            return list(per_rank[0])
         if kind == DEAL:
             return self._dealt(key, list)
         if self.part.one:
             copies = 2 if kind == TWICE else 1
-            return copies * [sample for samples in every for sample in samples]
-        return list(every[self.rank])
+            return copies * [sample for samples in per_rank for sample in samples]
+        return list(per_rank[self.rank])
 
     def twice(self, key: Key, rows: torch.Tensor) -> torch.Tensor:
         """These rows and the same rows again; positions in a batch count on."""
@@ -156,80 +162,80 @@ class Handed:
 
     def rows(self, kind: str, key: Key) -> torch.Tensor | None:
         """A tensor of samples; None if they cannot be joined along the first dimension."""
-        every = self.everyones(key, kind)
-        if every is not None and kind != COPIES and self._permutes_a_batch(key):
-            before = itertools.accumulate(map(len, every), initial=0)
-            joined = [order + first for order, first in zip(every, before, strict=False)]
-            return torch.cat(joined) if self.part.one else every[self.rank]
-        if kind == DEAL and every is not None and _is_target(key) and _counts(every):
-            return torch.cat(every) if self.part.one else every[self.rank]
-        constant = not is_marked(key) and every is not None and alike(every)
-        if kind == DEAL and constant and every is not None:
-            constant = len(every) > 1 and len(every[0]) not in self.lengths
-        if every is None or kind == COPIES or constant:
-            return None if every is None else every[0]
+        per_rank = self.of_each_rank(key, kind)
+        if per_rank is None or kind == COPIES:
+            return None if per_rank is None else per_rank[0]
+        if self._permutes_a_batch(key):
+            before = itertools.accumulate(map(len, per_rank), initial=0)
+            joined = [order + first for order, first in zip(per_rank, before, strict=False)]
+            return torch.cat(joined) if self.part.one else per_rank[self.rank]
+        if kind == DEAL and _is_target(key) and _counts(per_rank):
+            return torch.cat(per_rank) if self.part.one else per_rank[self.rank]
+        in_a_batch = len(per_rank) == 1 or len(per_rank[0]) in self.lengths
+        if not is_marked(key) and alike(per_rank) and not (kind == DEAL and in_a_batch):
+            return per_rank[0]  # a constant
         if kind == DEAL:
             rows = self._dealt(key, lambda tensor: [row[None] for row in tensor])
             return torch.cat(rows) if joinable(rows) else None
         if not self.part.one:
-            return every[self.rank]
-        return torch.cat(every) if joinable(every) else None
+            return per_rank[self.rank]
+        return torch.cat(per_rank) if joinable(per_rank) else None
 
     def _permutes_a_batch(self, key: Key) -> bool:
         """Whether this is an order of a batch's rows, which each rank draws for its own."""
-        every = self.everyones(key) or []
+        per_rank = self.of_each_rank(key) or []
         return (
             isinstance(key[0], tuple)
             and key[0][-1:] == ("randperm",)
-            and all(len(one) in self.lengths for one in every)
+            and all(len(one) in self.lengths for one in per_rank)
         )
 
     def same_everywhere(self, key: Key) -> bool:
         """Whether a tensor is no sample: equal on all ranks, and at every turn of the step."""
-        turns = [one.samples[k] for one in self.of for k in one.samples if k[0] == key[0]]
+        turns = [one.samples[k] for one in self.records for k in one.samples if k[0] == key[0]]
         return alike(turns)
 
     def drawn_alike(self, key: Key) -> bool:
         """Whether ranks that have other samples drew the same tensor: noise, or no samples."""
-        every = self.everyones(key) or []
-        others = self.of[1:]
-        return len(every) > 1 and alike(every) and not any(same(self.of[0], o) for o in others)
+        per_rank = self.of_each_rank(key) or []
+        first, *others = self.records
+        return len(per_rank) > 1 and alike(per_rank) and not any(same(first, o) for o in others)
 
     def of_sizes(self, key: Key) -> bool:
         """Whether a tensor's values are alike as far as its sizes are: positions, or a mask."""
-        every = self.everyones(key) or []
-        shapes = {one.shape for one in every}
+        per_rank = self.of_each_rank(key) or []
+        shapes = {one.shape for one in per_rank}
         if len(shapes) < 2 or len({len(shape) for shape in shapes}) > 1:
             return False
         common = [min(sizes) for sizes in zip(*shapes, strict=True)]
-        parts = [one[tuple(map(slice, common))] for one in every]
+        parts = [one[tuple(map(slice, common))] for one in per_rank]
         return 0 not in common and alike(parts)
 
     def follows(self, key: Key, value: torch.Tensor) -> bool:
         """Whether one process computes this from what it was handed: a sum over all, or a shape
         that neither one rank's nor all ranks' samples have.
         """
-        every = self.everyones(key)
-        assert every is not None
-        shapes = [every[0].shape]
-        shapes += [torch.cat(every).shape] if joinable(every) else []
+        per_rank = self.of_each_rank(key)
+        assert per_rank is not None
+        shapes = [per_rank[0].shape]
+        shapes += [torch.cat(per_rank).shape] if joinable(per_rank) else []
         if value.shape not in shapes:
             return True
-        if len(every) == 1 or any(one.shape != value.shape for one in every):
+        if len(per_rank) == 1 or any(one.shape != value.shape for one in per_rank):
             return False
-        total = torch.stack([one.double() for one in every]).sum(0)
+        total = torch.stack([one.double() for one in per_rank]).sum(0)
         return bool(total.any()) and torch.allclose(total, value.double())
 
     def _dealt(self, key: Key, parts: Callable[[Any], list[Any]]) -> list[Any]:
         """This batch's share of a step's samples of a place; one process gets all ranks' shares."""
         if self.passes > 1:
             rank, key = self.origin(key)
-            pool = parts(self.of[rank].samples[key])
+            pool = parts(self.records[rank].samples[key])
             return [pool[at] for at in dealt(len(pool))]
         me = self.rank if self.part.one else self.readers[self.rank]
         keys = [
             (rank, (place, turn))
-            for rank, one in enumerate(self.of)
+            for rank, one in enumerate(self.records)
             if self.part.one or self.readers[rank] == rank
             for place, turn in sorted((k for k in one.samples if k[0] == key[0]), key=_turn)
             if turn < one.per_step.get(place, turn + 1)
@@ -240,7 +246,7 @@ class Handed:
         first = {(rank, k): self._first_like(rank, k) for rank, k in keys}
         keys = [each for each in keys if first[each] == each[1]]
         key = first.get((me, key), key)
-        each = [parts(self.of[rank].samples[k]) for rank, k in keys]
+        each = [parts(self.records[rank].samples[k]) for rank, k in keys]
         pool = [sample for samples in each for sample in samples]
         mine = [n for n, (rank, k) in enumerate(keys) if k == key and rank == me]
         before = sum(map(len, each[: mine[0]]))
@@ -249,7 +255,7 @@ class Handed:
 
     def _first_like(self, rank: int, key: Key) -> Key:
         """The first turn at which this rank had the very samples that it had at `key`."""
-        samples = self.of[rank].samples
+        samples = self.records[rank].samples
         if not isinstance(samples[key], torch.Tensor):
             return key
         turns = ((key[0], turn) for turn in range(key[1]))
@@ -292,9 +298,9 @@ def _is_target(key: Key) -> bool:
     return isinstance(place, tuple) and place[-1] == 1 and place[-2] in names
 
 
-def _counts(every: Sequence[torch.Tensor]) -> bool:
+def _counts(per_rank: Sequence[torch.Tensor]) -> bool:
     """Whether the ranks count 0, 1, 2, … together: positions in a batch stay where they are."""
-    joined = torch.cat(list(every)) if joinable(every) else torch.zeros(0)
+    joined = torch.cat(list(per_rank)) if joinable(per_rank) else torch.zeros(0)
     counted = torch.arange(len(joined), device="cpu")
     return not joined.is_floating_point() and torch.equal(joined, counted)
 

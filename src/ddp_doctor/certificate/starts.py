@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
-from ddp_doctor.certificate.guard import ENDED, VARIABLE, guard
+from ddp_doctor.certificate import forks
+from ddp_doctor.certificate.guard import ENDED, VARIABLE, end_session, guard, temporary
 from ddp_doctor.certificate.plan import STARTS_RANKS, Part
 from ddp_doctor.facts.places import is_users
 from ddp_doctor.options import say
@@ -31,6 +31,7 @@ STARTING = {
 ERROR = re.compile(
     r"(The doctor failed: )?[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b"
 )  # a traceback's last line
+FOLLOWS = re.compile(r"\b(ChildFailedError|ProcessRaisedException)\b|closed by peer|reset by peer")
 _RESERVED: list[socket.socket] = []  # an open one keeps its port
 
 
@@ -38,15 +39,7 @@ class OwnRanksError(ValueError):
     """The script starts its own ranks, and was started as ranks."""
 
 
-class Child(Protocol):
-    """What a start asks of its processes."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int | None: ...
+Child = subprocess.Popen[bytes] | forks.Fork
 
 
 class Start:
@@ -60,31 +53,28 @@ class Start:
         self.output.mkdir(parents=True, exist_ok=True)
         self.processes: list[Child] = []
         for at, environment in enumerate(environments):
-            self.processes.append(self.process(part, command, environment, at))
+            output = self.output / f"{at}.txt"
+            self.processes.append(self.process(command, self.environment(environment), output))
 
-    def process(
-        self, part: Part, command: Sequence[str], environment: dict[str, str], at: int
-    ) -> Child:
-        """Start one process."""
-        with open(self.output / f"{at}.txt", "wb") as file:
+    def process(self, command: Sequence[str], environment: dict[str, str], output: Path) -> Child:
+        """Start one process: a fork of this one, where that is possible."""
+        if forks.possible():
+            return forks.Fork(command, output, environment)
+        with open(output, "wb") as file:
             return subprocess.Popen(
                 [sys.executable, "-m", "ddp_doctor.certificate.child", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env=self.environment(part, environment),
+                env=environment,
                 start_new_session=True,
                 pass_fds=(guard().writes,),
             )
 
-    def environment(self, part: Part, given: dict[str, str]) -> dict[str, str]:
-        """This process's environment with what `part` needs; an empty value removes a variable."""
-        paths = [str(SITE), str(SITE.parents[1]), os.environ.get("PYTHONPATH", "")]
-        temporary = Path(part.folder) / "tmp"
-        temporary.mkdir(exist_ok=True)
-        every = os.environ | given | part.environment() | {"TMPDIR": str(temporary)}
-        every[VARIABLE] = str(guard().writes)
-        every["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    def environment(self, given: dict[str, str]) -> dict[str, str]:
+        """This process's environment with what is needed; an empty value removes a variable."""
+        every = os.environ | given | self.part.environment() | observed_paths()
+        every |= temporary(Path(self.part.folder)) | {VARIABLE: str(guard().writes)}
         return {name: value for name, value in every.items() if value != ""}
 
     def wait(self) -> str:
@@ -137,8 +127,7 @@ class Start:
 
     def _kill(self) -> None:
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end_session(process.pid)
             process.wait()
             guard().tell(ENDED, process.pid)
 
@@ -147,6 +136,7 @@ class Start:
 
     def _waiting(self, late: Sequence[int]) -> str:
         """Where processes are that have not ended: each writes its frames at this signal."""
+        late = [at for at in late if self.part.asked(self.processes[at].pid).exists()]
         for at in late:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[at].pid, signal.SIGUSR1)
@@ -158,15 +148,24 @@ class Start:
         return f": {', '.join(listed[:4])}" if listed else ""
 
 
+def observed_paths() -> dict[str, str]:
+    """The variable with which Python processes, and all that they start, begin with the doctor."""
+    paths = [str(SITE), str(SITE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
 def said(output: str) -> str:
     """The last error in a process's output, and the script's innermost line below which it rose."""
     # torch puts the rank before each line of a traceback.
     lines = re.sub(r"^\[rank\d+\]: ?|\x1b\[[\d;]*m", "", output, flags=re.M).strip().splitlines()
-    errors = [n for n, line in enumerate(lines) if ERROR.match(line)]
+    every = [n for n, line in enumerate(lines) if ERROR.match(line)]
+    # Not what a launcher, or a rank that has lost another one, makes of the script's own error.
+    errors = [n for n in every if not FOLLOWS.search(lines[n])] or every
     if not errors:
         return (lines or ["no message"])[-1][:300].rstrip(".")
     own = frames("\n".join(lines[: errors[-1]]))
-    return lines[errors[-1]][:300].rstrip(".") + (f" at {own[-1]}" if own else "")
+    text = lines[errors[-1]][:300].rstrip(".") + (f" at {own[-1]}" if own else "")
+    return text + ("; set TMPDIR to a shorter folder" if "AF_UNIX path too long" in text else "")
 
 
 def frames(output: str) -> list[str]:

@@ -94,15 +94,14 @@ class State:
 def _clear(parameter: Tensor) -> None:
     """Leave no gradient; one that is a view of a buffer of the script's stays there and is zero."""
     grad = parameter.grad
-    plain = grad is not None and type(grad) is Tensor and grad.layout == torch.strided
-    if grad is not None and plain and (grad._is_view() or _is_part(grad)):
+    if (
+        type(grad) is Tensor
+        and grad.layout == torch.strided
+        and (grad._is_view() or grad.untyped_storage().nbytes() > grad.nbytes)
+    ):
         grad.detach().zero_()
     else:
         parameter.grad = None
-
-
-def _is_part(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 @torch.no_grad()

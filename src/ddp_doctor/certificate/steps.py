@@ -10,6 +10,7 @@ gradient and some elements of each weight.
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -41,7 +42,7 @@ from ddp_doctor.certificate.plan import (
     Part,
 )
 from ddp_doctor.certificate.premises import Premises
-from ddp_doctor.certificate.record import Step, sampled, sums_of, waves_of, whole
+from ddp_doctor.certificate.record import Noted, Step, sampled, sums_of, waves_of, whole
 from ddp_doctor.certificate.samples import FORWARD, Handed, Recorded, line_of
 from ddp_doctor.certificate.state import State, filled, load
 from ddp_doctor.facts.containers import transforming
@@ -62,21 +63,13 @@ class Steps:
         self.turn = 0  # steps of all optimizers
         self.optimizers: list[Optimizer] = []
         self.ends: list[Callable[[], None]] = [self.premises.clear]  # at the end of each step
-        self.backwards = 0
-        self.cleared = False  # whether the script has called zero_grad
+        self.noted = Noted()
         self.combines = False  # whether an optimizer's step calls a collective
         self._updates = False
-        self.half = False  # whether half precision takes part
-        self.filled = False  # whether a weight was zero
-        # Lines, or sentences, for the verdict; `record.Step` says which.
-        self.unjoined: list[str] = []
-        self.delivered: list[str] = []
-        self.doubts: list[str] = []
-        self.scales: dict[tuple[str, int], float] = {}
         # Whether an optimizer's step does not use the places of its first one.
         self.unlike: Callable[[int], bool] = lambda optimizer: False
-        self._taken: dict[int, int] = {}  # id of an optimizer: its steps
-        self._before_join: dict[int, int] = {}  # the same, when the last Join ended
+        self.taken: dict[int, int] = {}  # id of an optimizer: its steps
+        self.before_join: dict[int, int] = {}  # the same, when the last Join ended
         self._order: list[int] = []  # the optimizers that have stepped, each time
         self._planned: set[tuple[int, str]] = set()  # the optimizers' steps of the plan
         self._stepping: FrameType | None = None  # in which an optimizer steps now
@@ -95,7 +88,7 @@ class Steps:
     @property
     def plan(self) -> tuple[str, ...]:
         """What each step is; see the module of this name."""
-        ahead = self.handed.of[0].ahead if self.handed else self.recorded.ahead
+        ahead = self.handed.records[0].ahead if self.handed else self.recorded.ahead
         usual = PLAN_USUAL if self.fixed.clips or self.fixed.batch_norm else PLAN
         plan = PLAN_AHEAD if ahead else usual
         return (*plan[:-1], TWICE, *plan[-1:]) if self.part.one else plan
@@ -111,7 +104,7 @@ class Steps:
     @property
     def only_evaluates(self) -> bool:
         """Whether what happens now is no part of a training step, as far as is known."""
-        trains_only = self.handed is not None and self.handed.of[0].trains_only
+        trains_only = self.handed is not None and self.handed.records[0].trains_only
         return trains_only and self.calls.evaluates
 
     # Before an optimizer steps.
@@ -133,7 +126,7 @@ class Steps:
     def _start_alike(self) -> None:
         """One process starts with rank 0's weights."""
         parameters = self._parameters()
-        self.filled = sum(filled(parameter, key) for parameter, key in parameters) > 0
+        self.noted.filled = sum(filled(parameter, key) for parameter, key in parameters) > 0
         path = self.part.of_ranks(WEIGHTS)
         if not self.part.one:
             weights = {key: whole(parameter) for parameter, key in parameters}
@@ -233,22 +226,21 @@ class Steps:
         return then_record
 
     def _record(self, optimizer: Optimizer) -> None:
-        taken = self._taken.setdefault(id(optimizer), 0)
+        taken = self.taken.setdefault(id(optimizer), 0)
         rank, world = rank_and_world()
-        at = list(self._taken).index(id(optimizer))
+        at = list(self.taken).index(id(optimizer))
         kind = self._kind_of(at)
         listed = self._listed(optimizer)
         gradients = {key: p.grad for key, _, p in listed if p.grad is not None}
         plain = [p for _, _, p in listed if not hasattr(p, "full_tensor")]
         self._comparable = world > 1 and len(plain) == len(listed)
-        of_join = f"{self.calls.joins}.{taken - self._before_join.get(id(optimizer), 0)}"
+        of_join = f"{self.calls.joins}.{taken - self.before_join.get(id(optimizer), 0)}"
         step = Step(
             rank=rank,
             world=world,
             optimizer=at,
             kind=f"{LATER} {of_join}" if kind == LATER else kind,
             turn=self.turn,
-            backwards=self.backwards,
             names={key: name for key, name, p in listed if p.requires_grad},
             weights={k: sampled(p) for k, _, p in listed if not hasattr(p, "full_tensor")},
             sums={key: sums_of(gradient) for key, gradient in gradients.items()},
@@ -266,25 +258,16 @@ class Steps:
 
     def _so_far(self) -> dict[str, Any]:
         """What is known of this step besides its optimizer."""
-        handed = self.handed
-        mixed = [place for place, _ in handed.mixed] if handed and not handed.marked else []
-        return {
-            "cleared": self.cleared,
-            "clips": self.fixed.clips,
-            "norms": self.fixed.norms[:],
-            "batch_norm": self.fixed.batch_norm,
-            "replaced": list(self.fixed.replaced),
-            "untrained": dict(self.state.untrained),
-            "half": self.half,
-            "filled": self.filled,
-            "marked": handed is not None and (handed.marked or handed.loaded),
-            "unjoined": sorted(set(self.unjoined)),
-            "numbers": sorted({line_of(place) for place in mixed if place[-1] == FORWARD}),
-            "delivered": self.delivered[:],
-            "doubts": self.doubts[:],
-            "scales": [(line, at, divisor) for (line, at), divisor in self.scales.items()],
-            "foreign": [name for record in handed.of for name in record.foreign] if handed else [],
-        }
+        noted, fixed, handed = self.noted, self.fixed, self.handed
+        noted.clips, noted.norms, noted.batch_norm = fixed.clips, fixed.norms, fixed.batch_norm
+        noted.replaced, noted.untrained = fixed.replaced, self.state.untrained
+        noted.unjoined = sorted(set(noted.unjoined))
+        if handed is not None:
+            noted.marked = handed.marked or handed.loaded
+            noted.foreign = [name for record in handed.records for name in record.foreign]
+            mixed = {place for place, _ in handed.mixed if place[-1] == FORWARD}
+            noted.numbers = [] if handed.marked else sorted(map(line_of, mixed))
+        return vars(noted)
 
     def _kind_of(self, optimizer: int) -> str:
         """What the step of an optimizer is; it takes one of each kind."""
@@ -292,10 +275,10 @@ class Steps:
         return LATER if (optimizer, kind) in self._planned else kind
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in self._taken or self._stepping is not sys._getframe(2):
+        if id(optimizer) not in self.taken or self._stepping is not sys._getframe(2):
             return
         self._stepping, self._updates = None, False
-        at = list(self._taken).index(id(optimizer))
+        at = list(self.taken).index(id(optimizer))
         kind = self._kind_of(at)
         self._planned.add((at, kind))
         self._order.append(at)
@@ -304,14 +287,14 @@ class Steps:
         self.state.put_back()
         if self.combines:
             self.part.path(COMBINES).touch()
-        self._taken[id(optimizer)] += 1
+        self.taken[id(optimizer)] += 1
         self.turn += 1
         self._start_again_with_turns()
-        alone = self.part.turns == 1 and id(optimizer) == next(iter(self._taken))
+        alone = self.part.turns == 1 and id(optimizer) == next(iter(self.taken))
         if alone or (self.part.turns > 1 and self.turn % self.part.turns == 0):
             self._end_of_step()
         watched = self._comparable and not self.part.one
-        enough = self.turn >= WATCHED * len(self._taken)
+        enough = self.turn >= WATCHED * len(self.taken)
         if enough or (self.count == len(self.plan) and not watched):
             self._wait_for_the_others()
             self._leave()
@@ -319,7 +302,7 @@ class Steps:
     def _start_again_with_turns(self) -> None:
         """Leave if several optimizers have taken two equal rounds: only the first had a plan."""
         turns, odd = divmod(len(self._order), 2)
-        unknown = self.part.turns == 1 and not self.part.one and len(self._taken) > 1
+        unknown = self.part.turns == 1 and not self.part.one and len(self.taken) > 1
         if unknown and not odd and self._order[:turns] == self._order[turns:]:
             if rank_and_world()[0] == 0:
                 self.part.path(TURNS).write_text(str(turns))
@@ -335,17 +318,10 @@ class Steps:
         self.part.leave(rank_and_world()[0])
         leave()
 
-    def begin_again(self) -> None:
-        """After a Join: ranks that took other numbers of steps have the same model again."""
-        self._before_join = dict(self._taken)
-
     def _end_of_step(self) -> None:
         self.count += 1
-        self.backwards = 0
+        self.noted = replace(self.noted, backwards=0, delivered=[], doubts=[], scales={})
         self.fixed.norms.clear()
-        self.delivered.clear()
-        self.doubts.clear()
-        self.scales.clear()
         self.state.untrained.clear()
         for end in self.ends:
             end()

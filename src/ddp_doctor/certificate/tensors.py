@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ddp_doctor.certificate.calls import noted
 from ddp_doctor.certificate.marks import certified
 from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, TWICE
 from ddp_doctor.certificate.premises import LOSSES
@@ -86,24 +87,35 @@ CONVERTS = "torch.nn.modules.module"  # moves parameters; swaps only those witho
 BYTES = 1 << 28  # what is written down in all
 
 
+class TensorSet(WeakValueDictionary[int, Tensor]):
+    """Tensors, by what they are and not by their values; those that nobody holds leave it."""
+
+    def add(self, *tensors: Tensor) -> None:
+        self.update((id(one), one) for one in tensors)
+
+    def discard(self, tensor: Any) -> None:
+        self.pop(id(tensor), None)
+
+    def __contains__(self, tensor: object) -> bool:
+        return tensor is not None and self.get(id(tensor)) is tensor
+
+
 class Tensors(TorchFunctionMode):
     """Sees every function of torch that the script calls."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
         self.steps = steps
-        self.turns: dict[Place, int] = {}
+        self.turns: Counter[Place] = Counter()
         # How often samples came into a step at a place, and into the first step.
         self.entries: Counter[Place] = Counter()
         self.first_entries: dict[int, Counter[Place]] = {}  # by the optimizer that stepped then
-        # By their ids: tensors that are one sample each; weights, gradients, activations.
-        self.single: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self.trained: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self.sums: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # and what follows
-        self.rows_of_sums: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        # Samples of this step's plan, those of a loader, and what is computed from them.
-        self.planned: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self.loaded: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self.single = TensorSet()  # one sample each
+        self.trained = TensorSet()  # weights, gradients, activations
+        self.sums = TensorSet()  # over groups of samples, and what follows from them
+        self.rows_of_sums = TensorSet()
+        self.planned = TensorSet()  # samples of this step's plan, and what is computed from them
+        self.loaded = TensorSet()  # the same of a loader's samples
         self.left: set[Key] = set()  # where one process computes its own values from samples
         self.bytes = 0
         self.hidden = False
@@ -114,9 +126,9 @@ class Tensors(TorchFunctionMode):
         steps.ends += [self.turns.clear, self.entries.clear, self.planned.clear]
         certified.append(self.marked)
         nn.Module.__call__ = self._called(nn.Module.__call__)  # type: ignore[method-assign]
-        DTensor.to_local = self._local(DTensor.to_local)  # type: ignore[method-assign]
+        noted(DTensor, "to_local", after=self._is_shard)
         for name in ("broadcast", "scatter") if dist.is_available() else ():
-            setattr(dist, name, self._delivered(getattr(dist, name)))
+            noted(dist, name, after=self._delivered)
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
@@ -130,9 +142,9 @@ class Tensors(TorchFunctionMode):
     @property
     def _measures(self) -> bool:
         """Whether what happens now belongs to a step that is compared."""
-        other = self.hidden or threading.get_ident() != self.thread or self.steps.updating
-        other = other or transforming()
-        return not (other or self.steps.now == LATER or self.steps.only_evaluates)
+        steps = self.steps
+        other = self.hidden or threading.get_ident() != self.thread or steps.updating
+        return not (other or transforming() or steps.now == LATER or steps.only_evaluates)
 
     def _hidden(self) -> bool:
         marked = self.steps.handed is not None and self.steps.handed.marked
@@ -159,20 +171,19 @@ class Tensors(TorchFunctionMode):
             self._note_scale(site, name, args)
         if self.steps.part.one:
             self._note_doubts(site, name, args)
-        changes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
         direct = not self.inside and is_users(_caller(frame, function).f_code.co_filename)
         if direct:
             if name == "__setitem__":  # if a step does it that the first did not, they are unlike
                 self.entries[site] += 1
-                self.planned.pop(id(args[0]), None)
-            elif not changes and "out" not in kwargs:
+                self.planned.discard(args[0])
+            elif not _changes(name) and "out" not in kwargs:
                 if self._in_time(args):
                     args = self._given(site, args)
                 else:
-                    self.turns[site] = self.turns.get(site, 0) + 1  # it has its turn all the same
+                    self.turns[site] += 1  # it has its turn all the same
         result = self._followed(name, args, self._run(function, args, kwargs))
-        if self.steps.handed and (site, self.turns.get(site, 0) - 1) in self.steps.handed.mixed:
-            self.planned.pop(id(result), None)  # a number of this rank went into it
+        if self.steps.handed and (site, self.turns[site] - 1) in self.steps.handed.mixed:
+            self.planned.discard(result)  # a number of this rank went into it
         if name in (MADE if direct else DRAWN) and self._is_data(result):
             late = self.steps.part.late and direct
             return self._made_late(site, result) if late else self._planned(site, result)
@@ -180,24 +191,23 @@ class Tensors(TorchFunctionMode):
 
     def _note_scale(self, site: Place, name: str, args: Any) -> None:
         """By what number the script divides outputs, a loss, or gradients here."""
-        trains = [a for a in args if isinstance(a, Tensor) and (a.requires_grad or self._trains(a))]
+        trains = [
+            one
+            for one in args
+            if isinstance(one, Tensor) and (one.requires_grad or one in self.trained)
+        ]
         numbers = [float(a) for a in args if isinstance(a, int | float) and a]
         if trains and numbers:
             divides = name.lstrip("_").removeprefix("i").startswith(("div", "true"))
             divisor = numbers[0] if divides else 1 / numbers[0]
-            self.steps.scales[line_of(site), int(site[2])] = divisor
-
-    def _trains(self, tensor: Tensor) -> bool:
-        """Whether this is a weight, a gradient, or computed from them."""
-        return self.trained.get(id(tensor)) is tensor
+            self.steps.noted.scales[line_of(site), int(site[2])] = divisor
 
     def _note_doubts(self, site: Place, name: str, args: Any) -> None:
         """What one process may do in another way than the ranks, though its samples are theirs."""
         source = args[0] if args else None
         if not isinstance(source, Tensor) or self.steps.handed is None:
             return
-        world = len(self.steps.handed.of)
-        trains = source.requires_grad or self.trained.get(id(source)) is source
+        world = len(self.steps.handed.records)
         index = next((one for one in args[1:] if isinstance(one, Tensor)), None)
         if name not in INDEXES or type(index) is not Tensor or not source.dim():
             return
@@ -206,18 +216,23 @@ class Tensors(TorchFunctionMode):
         rows, odd = divmod(len(source), world)
         known = self._known(index) and index.numel() and index.dtype != torch.bool
         if known and not odd and not isinstance(source, nn.Parameter) and int(index.max()) < rows:
-            self.steps.doubts.append(INDEXED.format(line_of(site)))
-        if name == "__getitem__" and trains and not source.requires_grad:
-            self.steps.doubts.append(REORDERED.format(line_of(site)))
+            self.steps.noted.doubts.append(INDEXED.format(line_of(site)))
+        if name == "__getitem__" and source in self.trained and not source.requires_grad:
+            self.steps.noted.doubts.append(REORDERED.format(line_of(site)))
 
     def _made_late(self, site: Place, value: Tensor) -> Tensor:
         """Samples that are not replaced where they are made: what else uses them is not known."""
-        turn = self.turns.get(site, 0)
-        self.turns[site] = turn + 1
-        every = self.steps.handed.everyones((site, turn)) if self.steps.handed else None
-        if every is None or not alike(every):
-            self.steps.unjoined.append(line_of(site))
+        per_rank = (
+            self.steps.handed.of_each_rank((site, self._turn(site))) if self.steps.handed else None
+        )
+        if per_rank is None or not alike(per_rank):
+            self.steps.noted.unjoined.append(line_of(site))
         return value
+
+    def _turn(self, place: Place) -> int:
+        """How often this step was here before."""
+        self.turns[place] += 1
+        return self.turns[place] - 1
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call it, and note losses and half precision. What it raises is the script's affair."""
@@ -231,7 +246,7 @@ class Tensors(TorchFunctionMode):
                 self.errors.of_script = error
             raise
         if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16):
-            self.steps.half = True
+            self.steps.noted.half = True
         return result
 
     def _site(self, frame: Any, name: str) -> Place:
@@ -270,61 +285,51 @@ class Tensors(TorchFunctionMode):
             return args
         with self.unseen():
             for buffer in module.buffers():
-                self.trained[id(buffer)] = buffer
+                self.trained.add(buffer)
             if not is_users(frame.f_code.co_filename):
                 return args
             given = self._given(self._site(frame, FORWARD), args, kwargs.values())
             evaluates = self.steps.part.late and not torch.is_grad_enabled()
             return args if evaluates else given  # it has its turn all the same
 
-    def _local(self, to_local: Any) -> Any:
+    def _is_shard(self, shard: Tensor, *args: Any, **kwargs: Any) -> None:
         """A shard of a weight or of a gradient is no sample."""
+        self.trained.add(shard)
 
-        @functools.wraps(to_local)
-        def local(*args: Any, **kwargs: Any) -> Any:
-            shard = to_local(*args, **kwargs)
-            self.trained[id(shard)] = shard
-            return shard
-
-        return local
-
-    def _delivered(self, call: Any) -> Any:
+    def _delivered(self, work: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
         """A collective in which one rank says what the others get: their rows, beside their own."""
-
-        @functools.wraps(call)
-        def delivered(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            work = call(tensor, *args, **kwargs)
-            frame = sys._getframe(1)
-            if not self._hidden() and not self.steps.part.late and is_users(_file(frame)):
-                with self.errors.in_hook():
-                    if work is not None:
-                        work.wait()
-                    self._deliver(self._site(frame, DELIVERED), tensor)
-            return work
-
-        return delivered
+        frame = sys._getframe(2)
+        if not self._hidden() and not self.steps.part.late and is_users(frame.f_code.co_filename):
+            with self.errors.in_hook():
+                if work is not None:
+                    work.wait()
+                self._deliver(self._site(frame, DELIVERED), tensor)
 
     def _deliver(self, place: Place, tensor: Any) -> None:
         with self.unseen():
             if not self._is_data(tensor) or self.steps.is_trained(tensor):
                 return
-            for kind in (self.planned, self.loaded):
-                kind.pop(id(tensor), None)
+            self._forget(tensor)
             value = self._planned(place, tensor)
             if value is not tensor:
                 if value.shape != tensor.shape or self.steps.now == DEAL:
-                    self.steps.delivered.append(line_of(place))
+                    self.steps.noted.delivered.append(line_of(place))
                 tensor.data = value
-                self.planned[id(tensor)] = tensor
+                self.planned.add(tensor)
 
     def from_loader(self, batch: Any) -> Any:
         """Note that a batch has its samples from the plan already."""
-        self.loaded.update((id(one), one) for one in tensors_in(batch, most=1000))
+        self.loaded.add(*tensors_in(batch, most=1000))
         return batch
 
     def _known(self, tensor: Tensor) -> bool:
         """Whether a tensor is a sample of the plan or computed from one: nothing is left to do."""
-        return any(kind.get(id(tensor)) is tensor for kind in (self.planned, self.loaded))
+        return tensor in self.planned or tensor in self.loaded
+
+    def _forget(self, tensor: Any) -> None:
+        """A tensor holds other values now, which nobody knows."""
+        self.planned.discard(tensor)
+        self.loaded.discard(tensor)
 
     def _is_data(self, tensor: Any) -> bool:
         return not (
@@ -332,8 +337,8 @@ class Tensors(TorchFunctionMode):
             or tensor.is_meta
             or tensor.requires_grad
             or tensor.dim() == 0
-            or self.single.get(id(tensor)) is tensor
-            or self.trained.get(id(tensor)) is tensor
+            or tensor in self.single
+            or tensor in self.trained
             or self._is_sum(tensor)
         )
 
@@ -342,25 +347,26 @@ class Tensors(TorchFunctionMode):
 
         A slice of their rows may be: of neighbors that were summed for each node of a graph.
         """
-        if self.rows_of_sums.get(id(tensor)) is tensor:
+        if tensor in self.rows_of_sums:
             return False
-        whole = tensor if tensor._base is None else tensor._base
-        return any(self.sums.get(id(one)) is one for one in (tensor, whole))
+        return tensor in self.sums or tensor._base in self.sums
 
     def _followed(self, name: str, args: Any, result: Any) -> Any:
         """Remember what kind of tensor a result is."""
         if name in POSITIONS or (name == "where" and len(args) == 1):
             # Not as many as samples, and they follow from what they are in.
-            self.planned.update((id(one), one) for one in tree_leaves(result))
+            self.planned.add(*tree_leaves(result))
             return result
         inputs = [one for one in _flat(args) if isinstance(one, Tensor)]
-        trains = any(one.requires_grad or self.trained.get(id(one)) is one for one in inputs)
+        trains = any(one.requires_grad or one in self.trained for one in inputs)
         if isinstance(result, tuple | list):
             parts = [
                 p for p in tree_leaves(result) if isinstance(p, Tensor) and not p.requires_grad
             ]
-            self.steps.backwards += name == "grad" and bool(parts)  # as torch.autograd.backward
-            self.trained.update((id(one), one) for one in parts if trains and one.dim())
+            self.steps.noted.backwards += name == "grad" and bool(
+                parts
+            )  # as torch.autograd.backward
+            self.trained.add(*(one for one in parts if trains and one.dim()))
         if not isinstance(result, Tensor) or result.requires_grad or is_lazy(result):
             return result
         self._follow(name, args, inputs, result)
@@ -368,34 +374,28 @@ class Tensors(TorchFunctionMode):
             return result
         if trains:
             if result.dim():  # a number that is computed from a loss is no weight
-                self.trained[id(result)] = result
-        elif (name == "__getitem__" and result.dim() < 2 and _one_index(args[1])) or (
-            name not in ("stack", "cat") and any(self.single.get(id(x)) is x for x in inputs)
+                self.trained.add(result)
+        elif (name == "__getitem__" and result.dim() < 2 and _is_number(_first(args[1]))) or (
+            name not in ("stack", "cat") and any(x in self.single for x in inputs)
         ):
-            self.single[id(result)] = result
+            self.single.add(result)
         return result
 
     def _follow(self, name: str, args: Any, inputs: list[Tensor], result: Tensor) -> None:
-        if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
-            self.planned.pop(id(result), None)
-            self.loaded.pop(id(result), None)
-            if (
-                name in SUMS
-                and not self.steps.part.late
-                and any(self._known(one) for one in inputs[1:])
-            ):
-                whole = result if result._base is None else result._base
-                self.sums[id(whole)] = whole
+        if _changes(name):
+            self._forget(result)
+            if name in SUMS and not self.steps.part.late and any(map(self._known, inputs[1:])):
+                self.sums.add(result if result._base is None else result._base)
         elif any(self._is_sum(one) for one in inputs):
-            slices = name == "narrow" or (name == "__getitem__" and _some_rows(args[1]))
-            kind = self.rows_of_sums if slices else self.sums
-            kind[id(result)] = result
+            slices = name == "__getitem__" and isinstance(_first(args[1]), slice)
+            slices = name == "narrow" or (slices and not _all_rows(args[1]))
+            (self.rows_of_sums if slices else self.sums).add(result)
         elif name in TAKES | DRAWN or (name == "__getitem__" and not _all_rows(args[1])):
             return
         else:
             for kind in (self.planned, self.loaded):
-                if any(kind.get(id(one)) is one for one in inputs):
-                    kind[id(result)] = result
+                if any(one in kind for one in inputs):
+                    kind.add(result)
 
     def _given(
         self, site: Any, args: tuple[Any, ...], others: Iterable[Any] = ()
@@ -407,8 +407,7 @@ class Tensors(TorchFunctionMode):
             else one
             for n, one in enumerate(args)
         )
-        turn = self.turns.get(site, 0)
-        self.turns[site] = turn + 1
+        turn = self._turn(site)
         lengths = [len(one) if isinstance(one, Tensor) and one.dim() else 0 for one in given]
         handed = self.steps.handed
         if handed is None:
@@ -418,16 +417,16 @@ class Tensors(TorchFunctionMode):
             self.steps.part.one
             and not self.steps.part.spread
             and site[-1] not in PAIRS_NO_ROWS
-            and (site, turn) in handed.of[0].calls
+            and (site, turn) in handed.records[0].calls
         ):
-            return self._as_long(given, lengths, handed.of[0].calls[site, turn][0])
+            return self._as_long(given, lengths, handed.records[0].calls[site, turn][0])
         return given
 
     def _as_long(
         self, given: tuple[Any, ...], lengths: list[int], before: list[int]
     ) -> tuple[Any, ...]:
         """Repeat constants as long as one rank's batch, if the batch holds all ranks' samples."""
-        world = len(self.steps.handed.of) if self.steps.handed else 1
+        world = len(self.steps.handed.records) if self.steps.handed else 1
         world *= 2 if self.steps.now == TWICE else 1
         grown = {
             old for old, new in zip(before, lengths, strict=False) if old and new == world * old
@@ -453,34 +452,32 @@ class Tensors(TorchFunctionMode):
 
         `replaced`: also if all ranks had the same, as for samples that are drawn.
         """
-        turn = self.turns.get(place, 0)
-        self.turns[place] = turn + 1
-        handed, key = self.steps.handed, (place, turn)
+        handed, key = self.steps.handed, (place, self._turn(place))
         if is_marked(key) or not self._known(value):
             self.entries[place] += 1
         if handed is None:
             self._record(key, value, replaced)
             return value
-        every = handed.everyones(key, self.steps.now)
+        per_rank = handed.of_each_rank(key, self.steps.now)
         if self._known(value):
             return value
         if self.steps.now == DEAL and place[-1] in DRAWN and handed.drawn_alike(key):
-            self.steps.delivered.append(line_of(place))
-        if every is None and self.steps.part.one and place[-1] in DRAWN:
-            self.steps.doubts.append(OFTEN.format(line_of(place)))
-        if not is_marked(key) and (every is None or self._left_alone(key, value, replaced)):
+            self.steps.noted.delivered.append(line_of(place))
+        if per_rank is None and self.steps.part.one and place[-1] in DRAWN:
+            self.steps.noted.doubts.append(OFTEN.format(line_of(place)))
+        if not is_marked(key) and (per_rank is None or self._left_alone(key, value, replaced)):
             return value
         wanted = self._wanted(handed, key, value)
         if wanted is None:
-            self.steps.unjoined.append(line_of(place))
+            self.steps.noted.unjoined.append(line_of(place))
             return value
-        rows = len(every[0]) if every else 0
+        rows = len(per_rank[0]) if per_rank else 0
         joined = place[-1] in DRAWN and 0 < rows < len(wanted)
         if joined and handed.batch_lengths and rows not in handed.batch_lengths:
-            self.steps.doubts.append(NOT_OF_SAMPLES.format(line_of(place)))
+            self.steps.noted.doubts.append(NOT_OF_SAMPLES.format(line_of(place)))
         if not (wanted.shape == value.shape and alike([wanted, value])):
             value = wanted.clone()
-        self.planned[id(value)] = value
+        self.planned.add(value)
         return value
 
     def _wanted(self, handed: Handed, key: Key, value: Tensor) -> Tensor | None:
@@ -492,13 +489,18 @@ class Tensors(TorchFunctionMode):
         now = OWN if self.steps.now == TWICE else self.steps.now
         copies = 2 if self.steps.now == TWICE else 1
         rows = handed.rows(now, key)
-        every = handed.everyones(key, now) or []
-        if len(every) > 1 and rows is not None and joinable(every) and len(rows) == len(every[0]):
+        per_rank = handed.of_each_rank(key, now) or []
+        if (
+            len(per_rank) > 1
+            and rows is not None
+            and joinable(per_rank)
+            and len(rows) == len(per_rank[0])
+        ):
             sent = is_delivered(key) and self.steps.part.one and now != COPIES
-            grown = len(value) == copies * len(every) * len(rows)
+            grown = len(value) == copies * len(per_rank) * len(rows)
             if not (grown or (sent and len(rows) in handed.lengths)):
                 return rows.to(value.device)  # no samples
-            rows = torch.cat(every)
+            rows = torch.cat(per_rank)
         if copies == 2 and rows is not None:
             rows = handed.twice(key, rows)
         return None if rows is None else rows.to(value.device)
@@ -511,7 +513,7 @@ class Tensors(TorchFunctionMode):
         if self._known(value):
             self.steps.recorded.derived.add(key)
         elif replaced:  # what a function is given stays as it is in the script
-            self.planned[id(value)] = value
+            self.planned.add(value)
 
     def _left_alone(self, key: Key, value: Tensor, replaced: bool) -> bool:
         """Whether the script computes this from samples or sizes, so that it follows by itself."""
@@ -523,7 +525,7 @@ class Tensors(TorchFunctionMode):
             return False
         if handed.loaded and name not in DRAWN:
             return True
-        if not self.steps.part.late and handed.origin(key)[1] in handed.of[0].derived:
+        if not self.steps.part.late and handed.origin(key)[1] in handed.records[0].derived:
             return True
         if handed.of_sizes(key) or (not replaced and handed.same_everywhere(key)):
             return True
@@ -547,6 +549,11 @@ class Tensors(TorchFunctionMode):
         )
 
 
+def _changes(name: str) -> bool:
+    """Whether a function of this name writes into its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
 def _name(place: Place) -> Any:
     """The function at a place, also if the place is one of its arguments."""
     return place[-1] if isinstance(place[-1], str) else place[-2]
@@ -558,10 +565,6 @@ def _drawn_from_outputs(name: str, inputs: list[Tensor]) -> bool:
         return False
     outputs = any(one.requires_grad and not one.is_leaf for one in inputs)
     return name in CHOSEN or (name.endswith("_like") and outputs)
-
-
-def _file(frame: Any) -> str:
-    return str(frame.f_code.co_filename)
 
 
 def _flat(args: Any) -> Iterator[Any]:
@@ -582,15 +585,14 @@ def _caller(frame: Any, function: Any) -> Any:
 
 def _all_rows(index: Any) -> bool:
     """Whether an index keeps all rows in their order."""
-    first = index[0] if isinstance(index, tuple) and index else index
+    first = _first(index)
     return first is Ellipsis or (isinstance(first, slice) and first == slice(None))
 
 
-def _some_rows(index: Any) -> bool:
-    first = index[0] if isinstance(index, tuple) and index else index
-    return isinstance(first, slice) and first != slice(None)
+def _first(index: Any) -> Any:
+    """What an index says of the first dimension."""
+    return index[0] if isinstance(index, tuple) and index else index
 
 
-def _one_index(index: Any) -> bool:
-    first = index[0] if isinstance(index, tuple) and index else index
-    return isinstance(first, int) or (isinstance(first, Tensor) and first.dim() == 0)
+def _is_number(index: Any) -> bool:
+    return isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0)

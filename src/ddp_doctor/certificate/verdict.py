@@ -1,14 +1,6 @@
-"""What the measured gradients say: a table of properties, and the first verdict that fits.
+"""What the measured gradients say: a table of properties, and the first verdict that fits."""
 
-Why EQUAL is to be trusted: one process of the same script got the same samples (`premises` compares
-the rows that its models were given, the pairs of output and target in its losses, and the counts
-that were reduced), started with the same weights, and computed the same gradient to a thousandth
-(P1). Dealt differently over the ranks, they give it again (P2), so it is no accident of the deal.
-With every sample twice, one process's gradient stays, so the loss is a mean, and no constant in it
-hides a factor. And the ranks stay together in the steps that follow. What of this was not shown is
-in the verdict's sentence; what was shown to be otherwise makes it NOT JUDGED.
-"""
-
+import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -37,7 +29,7 @@ from ddp_doctor.certificate.plan import (
 )
 from ddp_doctor.certificate.plan import WORLD as WORLD_FILE
 from ddp_doctor.certificate.premises import LOSS, MARK, MODEL, Doubt, other_numbers
-from ddp_doctor.certificate.record import Step, read
+from ddp_doctor.certificate.record import Step, Steps, read
 from ddp_doctor.certificate.samples import Recorded, same
 from ddp_doctor.facts.certificate import TITLES, Certificate, LeadsTo, Measured, Property
 
@@ -80,6 +72,7 @@ ZERO = (
     "The gradient of the first step is zero, so there is nothing to compare. Begin with samples "
     "that count in the loss."
 )
+BROKEN = "gradient of {} holds NaN or infinity, so there is nothing to compare."
 COUPLED = (
     "Copies of one batch are right, but the gradient depends on which samples share a batch, for "
     "example by counts, by a loss over pairs of samples, or by a gather without a gradient."
@@ -118,6 +111,10 @@ SAME_MICRO_BATCHES = (
 Decision = tuple[Property, str]
 
 
+def not_judged(name: str, why: str) -> Decision:
+    return Property(name, "not judged", why), why
+
+
 def judge(ranks: Part, one: Part, failed_ranks: str, failed_one: str) -> Certificate:
     """The certificate of two parts.
 
@@ -139,7 +136,12 @@ def judge(ranks: Part, one: Part, failed_ranks: str, failed_one: str) -> Certifi
         micros = max(1, first[0].backwards)
         why = ZERO if sums else NO_GRADIENT
         return Certificate("not judged", why, world=world, micro_batches=micros)
-    evidence = Evidence(steps, read(one), one.spread, one.path(WORLD_IN_SCRIPT).exists())
+    of_one = read(one)
+    for part, who in ((steps, "rank {0}"), (of_one, "one process")):
+        if broken := [step for step in part.values() if step.kind == OWN and step.broken]:
+            why = f"{who.format(broken[0].rank)}'s {BROKEN.format(broken[0].broken)}"
+            return Certificate("not judged", f"In the first step, {why}", world=world)
+    evidence = Evidence(steps, of_one, one.spread, one.path(WORLD_IN_SCRIPT).exists())
     judgment = Judgment(evidence, failed_ranks, failed_one, ranks.path(COMBINES).exists())
     # Ranks that make the same samples may each take a part of them.
     of = [Recorded(**files.read(path)) for path in records]
@@ -198,7 +200,8 @@ class Judgment:
         replicas = self._replicas()
         if replicas is None or not replicas.judged or replicas.verdict == "equal":
             replicas = self._untrained() or replicas
-        rows = [self._p1(), self._deal(), self._copies(), self._usual(), replicas]
+        p1, p3 = self._against_one("P1", OWN), self._against_one("P3", COPIES)
+        rows = [p1, self._deal(), p3, self._usual(), replicas]
         self.table = {row.name: row for row in rows if row is not None}
         decided = (verdict(self) for verdict in VERDICTS)
         chosen, why = next(decision for decision in decided if decision is not None)
@@ -256,18 +259,14 @@ class Judgment:
 
     # The properties. None: it has nothing to say about this script.
 
-    def _p1(self) -> Property | None:
-        return self._against_one("P1", OWN)
-
-    def _copies(self) -> Property | None:
-        return self._against_one("P3", COPIES)
-
     def _against_one(self, name: str, kind: str) -> Property | None:
         evidence = self.evidence
         if evidence.world == 1:
             return None
-        if problem := self._not_comparable(kind):
+        if problem := self._not_comparable(kind, (evidence.one, kind)):
             return Property(name, "not judged", problem)
+        if evidence.world_in_script and evidence.scaled_by_world(kind):
+            return Property(name, "not judged", WORLD)
         found = evidence.compared((evidence.ranks, kind), (evidence.one, kind))
         factor = found.kind == "scaled" and called(found.ratio, evidence.world)
         doubt = evidence.doubt_of_deal(kind) if kind == COPIES else None
@@ -276,24 +275,21 @@ class Judgment:
             return Property(name, "not judged", self._of_a_sum(), found.ratio, found.cosine)
         return row
 
-    def _not_comparable(self, kind: str) -> str:
-        """Why a step of the ranks cannot be laid beside one of one process; or empty."""
+    def _not_comparable(self, kind: str, other: tuple[Steps, str]) -> str:
+        """Why a step of the ranks cannot be laid beside another one; or empty."""
         evidence = self.evidence
-        ranks, one = evidence.ranks, evidence.one
+        ranks = evidence.ranks
         if evidence.uncombined:
             return UNCOMBINED
-        if (0, 0, kind) not in one or (0, 0, kind) not in ranks:
+        if (0, 0, kind) not in ranks or (0, 0, other[1]) not in other[0]:
             return self._missing(kind)
-        if evidence.other_shapes((ranks, OWN), (one, OWN)):
+        if evidence.other_shapes((ranks, OWN), (other[0], OWN)):
             return FLAT
-        if evidence.other_shapes((ranks, kind), (one, kind)):
+        if evidence.other_shapes((ranks, kind), other):
             return RESHAPED
-        if evidence.left_out(kind, ranks, one):
+        if evidence.left_out(kind, ranks) or evidence.left_out(other[1], other[0]):
             return PARTLY
-        if self.deaf:
-            return DEAF
-        scaled = evidence.world_in_script and evidence.scaled_by_world(kind)
-        return WORLD if scaled else ""
+        return DEAF if self.deaf else ""
 
     def _missing(self, kind: str) -> str:
         """Why a step is not there."""
@@ -313,15 +309,8 @@ class Judgment:
         ranks = evidence.ranks
         if evidence.world * evidence.micros == 1:
             return None
-        problem = UNCOMBINED if evidence.uncombined else ""
-        if not problem and (0, 0, DEAL) not in ranks:
-            problem = self._missing(DEAL)
-        elif not problem and evidence.other_shapes((ranks, DEAL), (ranks, OWN)):
-            problem = RESHAPED
-        elif not problem and evidence.left_out(DEAL, ranks):
-            problem = PARTLY
-        if problem or self.deaf:
-            return Property("P2", "not judged", problem or DEAF)
+        if problem := self._not_comparable(DEAL, (ranks, OWN)):
+            return Property("P2", "not judged", problem)
         found = evidence.compared((ranks, DEAL), (ranks, OWN))
         return self._row("P2", found, evidence.doubt_of_deal(DEAL))
 
@@ -379,9 +368,14 @@ class Judgment:
         if first and not alike:
             return Property("start", "not judged", STARTS)
         at = STEP.format(step.turn)
+        for each in (ours, step):
+            if each.broken:
+                why = f"At {at}, rank {each.rank}'s {BROKEN.format(each.broken)}"
+                return Property("later", "not judged", why)
         if step.rates != ours.rates:
-            rates = f"{step.rates[0]:g}, rank 0 one of {ours.rates[0]:g}."
-            why = f"At {at}, rank {step.rank} has a learning rate of {rates}"
+            # Which rank has which depends on the samples, and these were not dealt as in training.
+            rates = f"{step.rates[0]:g} and {ours.rates[0]:g}"
+            why = f"At {at}, the ranks' learning rates differ: {rates}."
             return Property("later", "different", why)
         if not alike:
             why = f"At {at}, {WEIGHTS_DIFFER.format(step.rank)}"
@@ -413,6 +407,8 @@ class Judgment:
         """A measured property. If its samples are others, or may be and it does not agree, it is
         not judged; if they may be and it agrees, that is its condition.
         """
+        if broken := [row.name for row in found.rows if not math.isfinite(row.gap)]:
+            return Property(name, "not judged", f"Here, a {BROKEN.format(broken[0])}")
         if doubt is None or not (doubt.violated or found.kind != "equal"):
             self.gaps[name] = found
         elif doubt is not None:
@@ -430,6 +426,7 @@ class Judgment:
         found = evidence.compared((evidence.ranks, OWN), (evidence.one, OWN))
         ratio, world = found.ratio, evidence.world
         same, others = evidence.divisors()
+        divisors = [*same.values()]
         step = " and step" if evidence.micros > 1 else ""
         text = "With every sample twice, one process's gradient doubles, so the loss is a sum"
         if same:
@@ -439,6 +436,7 @@ class Judgment:
             text += f"{_fraction(ratio)} if it is that of all ranks"
         elif listed := [other for other in others if other[2] != 1]:
             line, of_rank, of_one = listed[0]
+            divisors = [each[2] for each in listed]
             text += f", divided at {line} by {of_rank:g} on a rank and by {of_one:g} in one process"
             text += f". The factor is {_fraction(ratio)} if {of_one:g} is right for one process "
             text += "with all samples"
@@ -446,10 +444,13 @@ class Judgment:
             text += ", and nothing divides it. The factor is "
             text += f"{_fraction(ratio)} if the sum over all ranks' samples is meant, "
             text += f"{_fraction(ratio * world)} if the mean of the ranks' sums is"
-        return f"{text}.{self._rows()}"
+        return f"{text}.{self._rows(ratio / math.prod(divisors) if len(divisors) < 2 else None)}"
 
-    def _rows(self) -> str:
-        """How many rows the losses have, or else the model gets; empty if neither is seen."""
+    def _rows(self, ratio: float | None) -> str:
+        """How many rows the losses have, or else the model gets; empty if neither is seen.
+
+        `ratio`: of the ranks' gradient to that of one process's undivided sum, if it is known.
+        """
         seen = self.evidence.seen(self.evidence.ranks, OWN)
         for what, field, who in (
             (LOSS, "out", "the losses have"),
@@ -462,9 +463,11 @@ class Judgment:
                     rank: sum(len(n[field]) for n in each if what == LOSS or n["key"] == keys[rank])
                     for rank, each in notes.items()
                 }
-                return (
-                    f" In this step, {who} {rows[0]} rows on rank 0, {sum(rows.values())} in all."
-                )
+                every = sum(rows.values())
+                text = f" In this step, {who} {rows[0]} rows on rank 0, {every} in all"
+                if ratio is not None:
+                    text += f": if their mean is meant, the factor is {_fraction(ratio * every)}"
+                return f"{text}."
         return ""
 
     # The verdicts, in the order of `VERDICTS`. None: another one decides.
@@ -477,10 +480,10 @@ class Judgment:
         if start.judged and self._stays_equal():
             for name in self.table.keys() & {"P1", "P2", "P3"}:
                 self.table[name] = Property(name, "not judged", "The gradient is combined later.")
-            return Property("start", "not judged", COMBINED_LATER), COMBINED_LATER
+            return not_judged("start", COMBINED_LATER)
         if start.judged and self.failed_ranks:
             why = f"{start.why} Whether they are combined later is not known: {self.failed_ranks}."
-            return Property("start", "not judged", why), why
+            return not_judged("start", why)
         watched = max(step.turn for step in self.evidence.ranks.values()) + 1
         averaged = self._averaged() or IF_AVERAGED.format(watched)
         return start, start.why + (averaged if start.judged else "")
@@ -491,7 +494,7 @@ class Judgment:
             return None
         p2 = self.table.get("P2")
         if p2 is None:
-            return Property("P1", "not judged", ALONE), ALONE
+            return not_judged("P1", ALONE)
         if not p2.judged:
             return p2, p2.why
         depends = "does not depend" if p2.verdict == "equal" else "depends"
@@ -553,13 +556,12 @@ class Judgment:
         """One process does not agree with itself, or shows less than all."""
         p2, evidence = self.table.get("P2"), self.evidence
         if evidence.in_order and not (p2 is not None and p2.verdict == "equal"):
-            return Property("P1", "not judged", NO_REFERENCE), NO_REFERENCE
+            return not_judged("P1", NO_REFERENCE)
         dealt = p2 is not None and not p2.judged and (0, 0, DEAL) in evidence.ranks
         if evidence.micros > 1 and p2 is not None and dealt and p2.why != ELSEWHERE:
-            why = f"{SAME_MICRO_BATCHES} {p2.why}"
-            return Property("P1", "not judged", why), why
+            return not_judged("P1", f"{SAME_MICRO_BATCHES} {p2.why}")
         if self.later and (0, 0, COPIES) not in evidence.ranks:
-            return Property("P1", "not judged", NO_SECOND), NO_SECOND
+            return not_judged("P1", NO_SECOND)
         return None
 
     def differs_as_it_is(self) -> Decision | None:

@@ -1,26 +1,31 @@
 """Run two commands, one after the other, until their optimizers have taken a few steps."""
 
 import argparse
-import contextlib
-import ctypes
 import json
 import os
-import signal
+import re
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_doctor.certificate.guard import FOLDER, guard
-from ddp_doctor.certificate.starts import LAUNCHED, said
+from ddp_doctor.certificate.guard import (
+    ENDED,
+    STARTED,
+    end_all_of,
+    end_session,
+    guard,
+    guarded_folder,
+    temporary,
+)
+from ddp_doctor.certificate.starts import LAUNCHED, observed_paths, said
 from ddp_doctor.options import FOUND, UNCHECKED, say
-from ddp_doctor.run.folders import SITE
 
 TELL_EVERY = 20.0  # seconds after which a wait is explained
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+AFTER_DONE = 5.0  # seconds for what still waits for ranks that have left
+TAKEN = re.compile(r"EADDRINUSE|address already in use", re.I)
 
 
 class NotComparableError(Exception):
@@ -32,15 +37,14 @@ def main(words: Sequence[str]) -> int:
     given = _parser().parse_args(words)
     try:
         names = _names(given.names)
-        with tempfile.TemporaryDirectory(prefix="ddp-doctor-") as name:
-            guard().tell(FOLDER, name)
-            folders = Path(name) / "A", Path(name) / "B"
-            _run("A", given.first, folders[0], given.steps, given.limit)
-            given_to_second = {"weights": str(folders[0]), "names": names}
-            _run("B", given.second, folders[1], given.steps, given.limit, **given_to_second)
+        with guarded_folder() as folder:
+            first, second = folder / "A", folder / "B"
+            _run("A", given.first, first, given.steps, given.limit)
+            given_to_second = {"weights": str(first), "names": names}
+            _run("B", given.second, second, given.steps, given.limit, **given_to_second)
             from ddp_doctor.compare.verdict import conclude
 
-            found = conclude(*folders)
+            found = conclude(first, second)
     except NotComparableError as error:
         say(f"compare: NOT JUDGED. {error}")
         return UNCHECKED
@@ -78,42 +82,43 @@ def _names(file: str | None) -> dict[str, str] | None:
 
 def _run(letter: str, command: str, folder: Path, steps: int, limit: float, **given: Any) -> None:
     """Run a command until it has recorded `steps` steps. Raises NotComparableError."""
-    from ddp_doctor.compare.record import Part
+    from ddp_doctor.compare.record import VARIABLE, Part
 
     if steps < 1:
         raise NotComparableError(f"--steps is {steps}: pass 1 or more.")
-    (folder / "tmp").mkdir(parents=True)
-    part = Part(str(folder), steps, os.getpid(), **given)
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    paths = [str(SITE), str(SITE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    _adopt_orphans()
+    part = Part(str(folder), steps, **given)
+    environment |= temporary(folder) | {VARIABLE: json.dumps(asdict(part))}
     with open(folder / "output", "wb") as output:
         process = subprocess.Popen(
             ["/bin/sh", "-c", command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=environment | part.environment() | {"TMPDIR": str(folder / "tmp")},
+            env=environment | observed_paths(),
             start_new_session=True,
-            preexec_fn=_end_with_parent,
         )
+    guard().tell(STARTED, process.pid)
     try:
         ended = _wait(letter, process, folder, limit)
     finally:
-        _end_all()
+        end_session(process.pid)
+        end_all_of(folder)
+        process.wait()
+        guard().tell(ENDED, process.pid)
     if (folder / "other-shapes.json").exists():
         raise NotComparableError(_other_shapes(folder / "other-shapes.json"))
     if list(folder.glob("done.*.json")):
         return
-    text = (folder / "output").read_text(errors="replace")
     if not ended:
-        raise NotComparableError(f"Command {letter} did not take {steps} steps in {limit:g} s.")
-    if process.returncode:
-        what = f"failed with exit code {process.returncode}: {said(text)}"
-        raise NotComparableError(f"Command {letter} {what}.")
-    if not list(folder.glob("gradient.0.*.pt")):
-        raise NotComparableError(f"Command {letter} ended without a step of an optimizer of torch.")
+        why = f"did not take {steps} steps in {limit:g} s."
+    elif process.returncode:
+        why = _failure(process.returncode, folder)
+    elif not list(folder.glob("gradient.0.*.pt")):
+        why = "ended without a step of an optimizer of torch."
+    else:
+        return
+    raise NotComparableError(f"Command {letter} {why}")
 
 
 def _wait(letter: str, process: "subprocess.Popen[bytes]", folder: Path, limit: float) -> bool:
@@ -122,8 +127,8 @@ def _wait(letter: str, process: "subprocess.Popen[bytes]", folder: Path, limit: 
     while process.poll() is None:
         now = time.monotonic()
         done = list(folder.glob("done.*.json"))
-        if done and time.time() - max(file.stat().st_mtime for file in done) > 5.0:
-            return True  # the ranks have left; whatever still waits for them is not wanted
+        if done and time.time() - max(file.stat().st_mtime for file in done) > AFTER_DONE:
+            return True
         if now - started > limit:
             return False
         if now - told > TELL_EVERY:
@@ -132,6 +137,14 @@ def _wait(letter: str, process: "subprocess.Popen[bytes]", folder: Path, limit: 
             say(f"compare: command {letter} runs for {now - started:.0f} s; steps so far: {steps}")
         time.sleep(0.05)
     return True
+
+
+def _failure(code: int, folder: Path) -> str:
+    text = (folder / "output").read_text(errors="replace")
+    advice = ""
+    if TAKEN.search(text):
+        advice = " Its port is taken: launch it with torchrun --standalone, or name another port."
+    return f"failed with exit code {code}: {said(text)}.{advice}"
 
 
 def _other_shapes(file: Path) -> str:
@@ -149,40 +162,3 @@ def _other_shapes(file: Path) -> str:
         if names
     )
     return f"The models have other parameters: {listed}. A map of names can be given: --names."
-
-
-def _adopt_orphans() -> None:
-    """On Linux, what outlives its parent becomes a child of this process, which ends it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _end_all() -> None:
-    """Kill all that runs below this process, until nothing does."""
-    while below := _below(os.getpid()):
-        for process in below:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.01)
-
-
-def _below(process: int) -> list[int]:
-    """The processes that this one has started, and those that they have started (Linux)."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found: list[int] = []
-    fresh = [process]
-    while fresh:
-        fresh = [child for child, parent in parents.items() if parent in fresh]
-        found += fresh
-    return found

@@ -7,12 +7,11 @@ files lie in the folder of the command, one name per content; see `verdict` for 
 import json
 import os
 import sys
-import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ddp_doctor.certificate.record import whole
 from ddp_doctor.inputs import Inputs
 
 VARIABLE = "DDP_DOCTOR_COMPARE"
@@ -38,38 +38,13 @@ class Part:
 
     folder: str
     steps: int
-    starter: int  # the process of the doctor; without it, nothing runs on
     weights: str | None = None
     names: dict[str, str] | None = None  # a parameter of this command: its name in the other
 
-    def environment(self) -> dict[str, str]:
-        return {VARIABLE: json.dumps(asdict(self))}
-
-    @classmethod
-    def of_this_process(cls) -> Self:
-        return cls(**json.loads(os.environ[VARIABLE]))
-
 
 def install() -> None:
-    """Record from now on, and end this process once the doctor is gone."""
-    part = Part.of_this_process()
-    threading.Thread(target=_end_with, args=(part.starter,), daemon=True).start()
-    Recorder(part)
-
-
-def _end_with(process: int) -> None:
-    while True:
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            os._exit(1)
-        except PermissionError:
-            pass
-        time.sleep(0.5)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Record from now on what the environment says."""
+    Recorder(Part(**json.loads(os.environ[VARIABLE])))
 
 
 class Recorder:
@@ -118,19 +93,19 @@ class Recorder:
             if isinstance(inner, DROPOUTS):
                 inner.p = 0.0
         if self.part.weights is None:
-            state = {name: whole(tensor).cpu() for name, tensor in tensors.items()}
-            self._write(f"weights.{number}", state)
+            state = {name: whole(tensor) for name, tensor in tensors.items()}
+            self._write(f"weights.{number}.pt", state)
         else:
             self._give(tensors, Path(self.part.weights) / f"weights.{number}.pt")
         trained = {self.names[id(parameter)] for parameter in module.parameters()}
-        self.before |= {n: whole(t).cpu().clone() for n, t in tensors.items() if n in trained}
+        self.before |= {n: whole(t).clone() for n, t in tensors.items() if n in trained}
 
     def _give(self, tensors: dict[str, Tensor], file: Path) -> None:
         given = torch.load(file, weights_only=True) if file.exists() else {}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         wanted = {name: tuple(tensor.shape) for name, tensor in given.items()}
         if shapes != wanted:
-            self._json("other-shapes.json", [wanted, shapes])
+            self._write("other-shapes.json", [wanted, shapes])
             self._leave()
         for name, tensor in tensors.items():
             value = given[name].to(tensor.device)
@@ -148,13 +123,13 @@ class Recorder:
         for at, parameter in enumerate(parameters):
             held = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             name = self.names.get(id(parameter), f"parameter {at}")
-            gradient[name] = whole(held.detach()).cpu()
+            gradient[name] = whole(held)
         which = list(self.steps).index(id(optimizer))
-        self._write(f"gradient.{number}.{which}", gradient)
+        self._write(f"gradient.{number}.{which}.pt", gradient)
         rows = self.inputs.take()
         said = {digest: self.inputs.shown[digest] for part in rows.values() for digest in part}
         world = dist.get_world_size() if dist.is_initialized() else 1
-        self._json(f"rows.{number}.{which}.{self.rank}.json", [rows, said, world])
+        self._write(f"rows.{number}.{which}.{self.rank}.json", [rows, said, world])
 
     def stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """After a step: leave, once all optimizers have taken theirs."""
@@ -165,13 +140,14 @@ class Recorder:
         for model in self.models:
             for parameter in model.parameters():
                 name = self.names[id(parameter)]
-                moved[name] = whole(parameter.detach()).cpu() - self.before[name]
-        self._write("moved", moved)
+                moved[name] = whole(parameter) - self.before[name]
+        self._write("moved.pt", moved)
+        self._write("optimizer.json", type(optimizer).__name__)
         self._leave()
 
     def _leave(self) -> None:
         """End this process once all ranks are here: what they still do is not wanted."""
-        self._json(f"done.{self.rank}.json", [])
+        self._write(f"done.{self.rank}.json", [])
         world = dist.get_world_size() if dist.is_initialized() else 1
         until = time.monotonic() + PATIENCE
         while len(list(self.folder.glob("done.*.json"))) < world and time.monotonic() < until:
@@ -180,13 +156,13 @@ class Recorder:
         sys.stderr.flush()
         os._exit(0)
 
-    def _write(self, name: str, value: dict[str, Tensor]) -> None:
-        if self.rank == 0:
-            temporary = self.folder / f"{name}.{os.getpid()}"
-            torch.save(value, temporary)
-            temporary.replace(self.folder / f"{name}.pt")
-
-    def _json(self, name: str, value: Any) -> None:
+    def _write(self, name: str, value: Any) -> None:
+        """A file that is complete as soon as it has its name; tensors of rank 0 only."""
         temporary = self.folder / f"{name}.{os.getpid()}"
-        temporary.write_text(json.dumps(value))
+        if name.endswith(".json"):
+            temporary.write_text(json.dumps(value))
+        elif self.rank == 0:
+            torch.save(value, temporary)
+        else:
+            return
         temporary.replace(self.folder / name)

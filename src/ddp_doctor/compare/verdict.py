@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_doctor.certificate.measure import Comparison, compare
+from ddp_doctor.certificate.measure import Comparison, compare, judged, unusable
 from ddp_doctor.inputs import Rows, other_rows
 
 SHOWN = 3  # rows, and parameters
+# Optimizers whose updates do not change when every gradient is multiplied by the same factor.
+SCALE_INVARIANT = {"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "RMSprop"}
 
 
 @dataclass
@@ -22,18 +24,18 @@ class Step:
     gradient: Comparison | None  # None if it is zero everywhere or not finite
     why: str
     other: list[str]
-    worst: list[tuple[str, Comparison]]
 
 
 @dataclass
 class Found:
     """The verdict on two commands."""
 
+    worlds: list[int]  # processes of both
     verdict: str = "equal"
     why: str = ""
-    worlds: tuple[int, int] = (1, 1)
     steps: list[Step] = field(default_factory=list)
     weights: Comparison | None = None
+    optimizers: set[str] = field(default_factory=set)  # classes of both
 
     def as_text(self, first: str, second: str) -> str:
         out = [f"ddp-doctor compare: {self.verdict.upper()}. {self.why}"]
@@ -44,16 +46,25 @@ class Found:
             numbers = _numbers(step.gradient) if step.gradient else step.why
             out.append(f"  {at:<6}{'other' if step.other else 'same':9}{numbers}")
         if self.weights:
-            out.append(f"  what the weights moved    {_numbers(self.weights)}")
+            out.append(f"  what the weights moved    {_numbers(self.weights)}{self._hidden()}")
         for at, step in enumerate(self.steps):
             if step.other:
                 out += ["", f"  samples of step {at}:", *(f"    {line}" for line in step.other)]
                 break
-        worst = next((step.worst for step in self.steps if step.worst), [])
-        if worst:
+        unequal = [s.gradient for s in self.steps if s.gradient and s.gradient.kind != "equal"]
+        if unequal:
             out += ["", "  worst parameters:"]
-            out += [f"    {name}  {_numbers(found)}" for name, found in worst]
+            worst = sorted(unequal[0].rows, key=lambda row: -row.gap / (row.wanted or 1.0))
+            out += [f"    {row.name}  {_numbers(judged([row]))}" for row in worst[:SHOWN]]
         return "\n".join(out)
+
+    def _hidden(self) -> str:
+        """Why weights may move alike although the gradients differ by a factor."""
+        equal = self.weights is not None and self.weights.kind == "equal"
+        if self.verdict != "scaled" or not equal or not self.optimizers <= SCALE_INVARIANT:
+            return ""
+        names = " and ".join(sorted(self.optimizers))
+        return f"\n    (a factor has no effect on the updates of {names}, which hide it)"
 
 
 def _numbers(found: Comparison) -> str:
@@ -62,8 +73,9 @@ def _numbers(found: Comparison) -> str:
 
 def conclude(first: Path, second: Path) -> Found:
     """Compare two folders that `record` wrote. The first step that is not equal decides."""
-    counts = [_count(folder) for folder in (first, second)]
-    found = Found(worlds=(_world(first), _world(second)))
+    folders = first, second
+    counts = [len({f.name.split(".")[1] for f in of.glob("gradient.*.pt")}) for of in folders]
+    found = Found([json.loads((of / "rows.0.0.0.json").read_text())[2] for of in folders])
     for number in range(min(counts)):
         step = _step(first, second, number)
         found.steps.append(step)
@@ -85,30 +97,36 @@ def conclude(first: Path, second: Path) -> Found:
     if counts[0] != counts[1]:
         found.why += f" Then {'AB'[counts[1] < counts[0]]} ended, after {min(counts)} steps."
         found.verdict = "not judged" if found.verdict == "equal" else found.verdict
-    moved = [folder / "moved.pt" for folder in (first, second)]
-    if all(file.exists() for file in moved):
-        ours, theirs = (torch.load(file, weights_only=True) for file in moved)
-        found.weights = compare(ours, theirs, {})
-        if found.verdict == "equal" and found.weights.kind != "equal":
-            found.verdict = found.weights.kind
-            found.why = "The gradients are equal, but the optimizers move the weights differently."
+    _compare_weights(found, first, second)
     return found
 
 
-def _count(folder: Path) -> int:
-    steps = {int(file.name.split(".")[1]) for file in folder.glob("gradient.*.pt")}
-    return max(steps, default=-1) + 1
+def _compare_weights(found: Found, first: Path, second: Path) -> None:
+    """What the weights moved in all steps. Equal gradients may move them differently."""
+    if not all((folder / "moved.pt").exists() for folder in (first, second)):
+        return
+    ours, theirs = (_load(folder / "moved.pt") for folder in (first, second))
+    found.weights = compare(ours, theirs, {})
+    found.optimizers = {json.loads((f / "optimizer.json").read_text()) for f in (first, second)}
+    if found.verdict != "equal" or found.weights.kind == "equal":
+        return
+    found.verdict = found.weights.kind
+    found.why = "The gradients are equal, but the optimizers move the weights differently."
+    for letter, moved in (("A", ours), ("B", theirs)):
+        if broken := [name for name in sorted(moved) if not moved[name].isfinite().all()]:
+            found.verdict = "not judged"
+            found.why = f"After the steps, {letter}'s {broken[0]} holds NaN or infinity."
 
 
-def _world(folder: Path) -> int:
-    world: int = json.loads((folder / "rows.0.0.0.json").read_text())[2]
-    return world
+def _load(file: Path) -> dict[str, Tensor]:
+    loaded: dict[str, Tensor] = torch.load(file, weights_only=True)
+    return loaded
 
 
 def _gradient(folder: Path, number: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob(f"gradient.{number}.*.pt")):
-        found |= torch.load(file, weights_only=True)
+        found |= _load(file)
     return found
 
 
@@ -116,22 +134,12 @@ def _step(first: Path, second: Path, number: int) -> Step:
     ours, theirs = (_gradient(folder, number) for folder in (first, second))
     other = _other(first, second, number)
     for letter, gradient in (("A", ours), ("B", theirs)):
-        if not all(bool(tensor.isfinite().all()) for tensor in gradient.values()):
-            return Step(None, f"the gradient of {letter} holds NaN or infinity", other, [])
-        if not any(bool(tensor.any()) for tensor in gradient.values()):
-            return Step(None, f"the gradient of {letter} is zero everywhere", other, [])
+        if why := unusable(gradient):
+            return Step(None, f"{why} (command {letter})", other)
     for name in ours.keys() & theirs.keys():
         if ours[name].shape != theirs[name].shape:
-            return Step(None, f"the gradients of {name} have other shapes", other, [])
-    found = compare(ours, theirs, {})
-    worst: list[tuple[str, Comparison]] = []
-    if found.kind != "equal":
-        each = [
-            (name, compare({name: ours[name]}, {name: theirs[name]}, {}))
-            for name in sorted(ours.keys() & theirs.keys())
-        ]
-        worst = sorted(each, key=lambda one: -one[1].error)[:SHOWN]
-    return Step(found, "", other, worst)
+            return Step(None, f"the gradients of {name} have other shapes", other)
+    return Step(compare(ours, theirs, {}), "", other)
 
 
 def _other(first: Path, second: Path, number: int) -> list[str]:

@@ -72,6 +72,8 @@ def _gradients(run: Run, steps: list[Step]) -> Line:
         text += "; then scaled by another factor in each step, as a clip does"
     elif any(map(_shortens, (clip for s in steps for f in s.window.facts for clip in f["clips"]))):
         text += "; then clipped"
+    if run.differing_scales:
+        text += "; then each rank divides by its own loss scale"
     if missing := sorted(unused(run.complete)):
         text += f"; {_many(len(missing), 'trained parameter')} without one, first {missing[0]}"
     if seen < len(steps):

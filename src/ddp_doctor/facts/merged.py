@@ -248,6 +248,18 @@ class Run:
         return self.ranks[0].facts["wrapper"] if self.ranks else []
 
     @cached_property
+    def differing_scales(self) -> tuple[int, dict[int, float]] | None:
+        """The first step after which the ranks' gradient scalers have other scales, and these."""
+        by_step: dict[int, dict[int, float]] = {}
+        for rank in self.ranks:
+            for fact in rank.facts["scale"]:
+                by_step.setdefault(fact["n"], {})[rank.rank] = fact["scale"]
+        for step, scales in sorted(by_step.items()):
+            if len(scales) == self.world and len(set(scales.values())) > 1:
+                return step, scales
+        return None
+
+    @cached_property
     def in_groups(self) -> bool:
         """Whether a wrapper combines fewer ranks than the run has: the others hold other parts."""
         wrappers = [wrapper for rank in self.ranks for wrapper in rank.facts["wrapper"]]

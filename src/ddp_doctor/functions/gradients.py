@@ -1,8 +1,9 @@
 """One step of the user's functions in a rank, or in one process: its gradients, compared."""
 
-import os
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ddp_doctor.certificate.measure import TOLERANCE, Comparison, compare
+from ddp_doctor.certificate.measure import TOLERANCE, Comparison, compare, unusable
+from ddp_doctor.certificate.record import whole
 from ddp_doctor.inputs import Inputs, Rows
 
 Batches = list[Any]  # one per rank
@@ -40,10 +42,6 @@ class Measured:
     rows: Rows = field(default_factory=dict)
 
 
-class UnjoinableError(ValueError):
-    """The default `join` or `deal` does not know what a sample is."""
-
-
 def join_rows(batches: Batches) -> Any:
     """One batch of all rows: tensors are concatenated along dimension 0."""
     flat = [tree_flatten(batch) for batch in batches]
@@ -51,7 +49,7 @@ def join_rows(batches: Batches) -> Any:
     try:
         joined = [torch.cat(part) if _is_rows(part[0]) else part[0] for part in parts]
     except RuntimeError as error:
-        raise UnjoinableError(
+        raise ValueError(
             f"the ranks' batches have different shapes ({error}); pad them to one length on all "
             "ranks, or pass join and deal"
         ) from None
@@ -78,7 +76,7 @@ def _rows_of(batch: Any) -> int:
     counts = {len(leaf) for leaf in tree_flatten(batch)[0] if _is_rows(leaf)}
     if len(counts) != 1:
         found = f"tensors of {sorted(counts)} rows" if counts else "no tensor"
-        raise UnjoinableError(
+        raise ValueError(
             f"a batch of type {type(batch).__name__} holds {found}, so it is unknown what a sample "
             "is; pass join and deal"
         )
@@ -115,7 +113,7 @@ class Process:
 
     def state(self) -> Gradient:
         """A copy of all parameters and buffers, whole."""
-        return {name: _whole(tensor).clone() for name, tensor in self._named().items()}
+        return {name: whole(tensor).clone() for name, tensor in self._named().items()}
 
     def restore(self, weights: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers. Raises KeyError for other names."""
@@ -141,31 +139,23 @@ class Process:
             for name, parameter in trained.items()
             if not isinstance(parameter, DTensor)
         }
-        hooks = [trained[name].register_hook(_adder(total)) for name, total in own.items()]
+        hooks = [trained[name].register_hook(partial(_add, total)) for name, total in own.items()]
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(seed)
         with Inputs() as inputs:
             self.functions.backward(self.model, batch)
         for hook in hooks:
             hook.remove()
-        held = {
-            name: torch.zeros_like(_whole(parameter.detach()))
-            if parameter.grad is None
-            else _whole(parameter.grad).detach().clone()
+        grads = {
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in trained.items()
         }
+        held = {name: whole(grad).clone() for name, grad in grads.items()}
         return held, own if len(own) == len(trained) else None, inputs.take()
 
 
-def _adder(total: Tensor) -> Callable[[Tensor], None]:
-    def add(gradient: Tensor) -> None:
-        total.add_(gradient.detach())
-
-    return add
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _add(total: Tensor, gradient: Tensor) -> None:
+    total.add_(gradient.detach())
 
 
 def measure_ranks(functions: Functions, folder: Path) -> Measured:
@@ -181,12 +171,8 @@ def measure_ranks(functions: Functions, folder: Path) -> Measured:
     kept = process.state()
     again, _, _ = process.step(every[rank], seed=1 + rank)
     dealt, _, _ = process.step(functions.deal(every)[rank])
-    problem = _changed(process.weights, kept) or _unusable(held) or _other_weights(process.weights)
-    pairs = {
-        "replicas": (held, _of_rank_0(held)),
-        "repeat": (again, held),
-        "P2": (dealt, held),
-    }
+    problem = _changed(process.weights, kept) or unusable(held) or _other_weights(process.weights)
+    pairs = {"replicas": (held, _of_rank_0(held)), "repeat": (again, held), "P2": (dealt, held)}
     if own is not None:
         for total in own.values():
             dist.all_reduce(total)
@@ -206,53 +192,40 @@ def measure_one(functions: Functions, folder: Path) -> Measured:
     ordered, _, _ = process.step(functions.join(functions.deal(every)))
     twice, _, _ = process.step(functions.join([*every, *every]))
     pairs = {"P1": (ranks, held), "order": (ordered, held), "twice": (twice, held)}
-    return Measured(_unusable(held), _compared(functions, pairs), rows)
+    return Measured(unusable(held), _compared(functions, pairs), rows)
 
 
 def _compared(
     functions: Functions, pairs: Mapping[str, tuple[Gradient, Gradient]]
 ) -> dict[str, Comparison]:
-    if not all(_finite(gradient) for pair in pairs.values() for gradient in pair):
-        return {}
-    return {name: compare(*pair, {}, functions.tolerance) for name, pair in pairs.items()}
-
-
-def _finite(gradient: Gradient) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in gradient.values())
-
-
-def _unusable(held: Gradient) -> str:
-    """Why a gradient cannot be compared with another."""
-    for name, tensor in held.items():
-        if not tensor.isfinite().all():
-            return f"the gradient of {name} holds NaN or infinity"
-    if not any(bool(tensor.any()) for tensor in held.values()):
-        return "the gradient is zero everywhere, so comparing it shows nothing"
-    return ""
+    """Each pair that is of finite numbers."""
+    found = {name: compare(*pair, {}, functions.tolerance) for name, pair in pairs.items()}
+    return {name: compared for name, compared in found.items() if math.isfinite(compared.error)}
 
 
 def _changed(before: Gradient, after: Gradient) -> str:
-    parameters = [name for name in before if not _is_equal(before[name], after[name])]
-    moved = [name for name in parameters if "running_" not in name and "num_batches" not in name]
-    if not moved:
-        return ""
-    return f"backward changed {moved[0]}: it must leave the weights to a later optimizer.step()"
+    for name in _other(before, after):
+        if "running_" not in name and "num_batches" not in name:
+            return f"backward changed {name}: it must leave the weights to a later optimizer.step()"
+    return ""
 
 
-def _is_equal(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and torch.allclose(first, second, 0, 0, equal_nan=True)
+def _other(first: Gradient, second: Gradient) -> list[str]:
+    """The names of tensors that are not equal."""
+    return [
+        name
+        for name, tensor in first.items()
+        if tensor.shape != second[name].shape
+        or not torch.allclose(tensor, second[name], 0, 0, equal_nan=True)
+    ]
 
 
 def _other_weights(weights: Gradient) -> str:
     """Whether this rank's weights are those of rank 0. Every rank calls it."""
-    first = _of_rank_0(weights)
-    other = [name for name in weights if not _is_equal(weights[name], first[name])]
-    if not other:
-        return ""
-    return (
-        f"rank {dist.get_rank()} starts with another {other[0]} than rank 0: let make_model give "
-        "every rank the same weights"
-    )
+    for name in _other(weights, _of_rank_0(weights)):
+        start = f"rank {dist.get_rank()} starts with another {name} than rank 0"
+        return f"{start}: let make_model give every rank the same weights"
+    return ""
 
 
 def _of_rank_0(tensors: Gradient) -> Gradient:
@@ -260,11 +233,3 @@ def _of_rank_0(tensors: Gradient) -> Gradient:
     for copy in copies.values():
         dist.broadcast(copy, 0)
     return copies
-
-
-def environment(rank: int, world: int) -> None:
-    """What torchrun tells a rank, except for an address: the group has a file."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in local.items()})

@@ -75,10 +75,13 @@ def conclude(
         return Certificate(verdict, why, ranks, comparisons)
 
     problems = [of.problem for of in found if of.problem]
-    missing = {"P1", "P2", "replicas", "repeat", "order", "twice"} - comparisons.keys()
-    if problems or missing:
-        broken = problems[0] if problems else "a gradient of a control holds NaN or infinity"
-        return certificate("not judged", f"Nothing was compared: {broken}.")
+    problems += [
+        f"a gradient of {name} ({title}) holds NaN or infinity"
+        for name, title in TITLES.items()
+        if name not in comparisons and name != "P0"
+    ]
+    if problems:
+        return certificate("not judged", f"Nothing was compared: {problems[0]}.")
     if comparisons["repeat"].kind != "equal":
         return certificate("not judged", REPEAT)
     if comparisons["replicas"].kind != "equal":
@@ -87,11 +90,8 @@ def conclude(
         return certificate("not judged", other)
     if comparisons["order"].kind != "equal":
         return certificate("not judged", ORDER)
-    unseen = (
-        "" if one.rows else " This is about the rows of the batches: no call of a model was seen."
-    )
     verdict, why = _of_properties(comparisons, ranks, constant)
-    return certificate(verdict, why + unseen)
+    return certificate(verdict, why if one.rows else why + UNSEEN)
 
 
 REPEAT = (
@@ -122,6 +122,11 @@ SUM = (
     "they then have {all:.4g} times the right gradient."
 )
 
+CONSTANTS = {
+    "rank": "the number of samples of one rank.",
+    "all": "the number of samples of all ranks, or that nothing divides it.",
+}
+
 
 def _of_properties(
     comparisons: dict[str, Comparison], ranks: int, constant: Constant | None
@@ -135,31 +140,20 @@ def _of_properties(
     if p2.kind != "equal":
         return "different", P2
     ratio = p1.ratio
-    if _is_sum(comparisons["twice"]):
+    twice = comparisons["twice"]
+    if twice.kind == "scaled" and abs(twice.ratio - 2) < CLOSE:  # the loss is a sum
         if constant is None:
             return "not judged", SUM.format(rank=ratio * ranks, all=ratio)
-        if constant == "rank":
-            ratio *= ranks
-        if abs(ratio - 1) > CLOSE:
-            return (
-                "scaled",
-                f"The ranks have {ratio:.4g} times the right gradient{_given(constant)}",
-            )
-        return "equal", f"The ranks have the right gradient{_given(constant)}"
+        ratio *= ranks if constant == "rank" else 1
+        is_right = abs(ratio - 1) <= CLOSE
+        times = "" if is_right else f"{ratio:.4g} times "
+        why = f"The ranks have {times}the right gradient, given that the constant in the loss is "
+        return "equal" if is_right else "scaled", why + CONSTANTS[constant]
     if p1.kind == "scaled":
         name = called(ratio, ranks)
         said = f"{name} = {ratio:.4g}" if name else f"{ratio:.4g}"
         return "scaled", f"The gradient is {said} times that of one process with the same samples."
     return "equal", EQUAL
-
-
-def _given(constant: Constant) -> str:
-    whose = "all ranks, or nothing divides it" if constant == "all" else "one rank"
-    return f", given that the constant in the loss is the number of samples of {whose}."
-
-
-def _is_sum(twice: Comparison) -> bool:
-    return twice.kind == "scaled" and abs(twice.ratio - 2) < CLOSE
 
 
 def _other_samples(ranks: Sequence[Rows], one: Rows) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from doctor.harness.runs import QUIET, SOURCES
 from doctor.harness.scripts import Script
 
-from ddp_doctor.certificate.forks import Forks
+from ddp_doctor.certificate import forks
 from ddp_doctor.certificate.program import measure
 from labkit.launch.forks import ForkServer
 
@@ -51,5 +51,6 @@ def _certify(
         os.environ.pop(name, None)
     os.environ.update(QUIET | {"PYTHONPATH": str(SOURCES)})
     os.chdir(folder)
-    certificate = measure(command, folder, ranks, cpu, start=Forks)
+    forks.load()
+    certificate = measure(command, folder, ranks, cpu)
     caller.send(None if certificate is None else certificate.as_json())

@@ -289,7 +289,8 @@ def _count_of_all(step: Step, term: Term, world: int) -> tuple[ScalingFact, str]
                 [one.count if unit == "items" else one.rows for one in term.by(key).values()]
                 for key in (lambda entry: entry.rank, lambda entry: entry.micro)
             )
-            exact = any(near(first["value"], count) for count in (sum(ranks), *micros))
+            own = any(near(first["value"], count) for count in ranks)  # right, as it stands
+            exact = not own and any(near(first["value"], n) for n in (sum(ranks), *micros))
             other_counts = len(ranks) == world and min(ranks) > 0 and not alike(ranks, 0.003)
             off = abs(math.log(first["value"] / max(micros))) if other_counts else math.inf
             if (exact and unit == "items") or off < 0.5 * math.log(world):

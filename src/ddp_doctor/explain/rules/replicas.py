@@ -106,10 +106,10 @@ def drift(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """Parameters that were equal at the start differ after some step.
 
     Right for local SGD, which lets them differ and averages them; and for ranks whose gradients
-    nothing combines, or whose learning rates differ, which other rules name. Right for parts of a
-    model that start alike: zero biases.
+    nothing combines, or whose learning rates or loss scales differ, which other rules name. Right
+    for parts of a model that start alike: zero biases.
     """
-    if not _replicas(run) or run.averages_parameters:
+    if not _replicas(run) or run.averages_parameters or run.differing_scales:
         return
     if next(hyperparameters_differ(run, steps), None) is not None:
         return

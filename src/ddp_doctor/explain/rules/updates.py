@@ -233,21 +233,17 @@ def scaler_scales_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
 
     Right if all ranks see the same infinities, as they do after an average: the scales are equal.
     """
-    by_step: dict[int, dict[int, float]] = {}
-    for rank in run.ranks if run.world > 1 else ():
-        for fact in rank.facts["scale"]:
-            by_step.setdefault(fact["n"], {})[rank.rank] = fact["scale"]
-    for step, scales in sorted(by_step.items()):
-        if len(scales) == run.world and len(set(scales.values())) > 1:
-            listed = ", ".join(f"rank {r}: {number(s)}" for r, s in list(scales.items())[:8])
-            yield finding(
-                "scaler_scales_differ",
-                f"After step {step} the loss scales are {listed}.",
-                run.ranks[0].facts["scale"][-1]["place"],
-                "Unscale gradients that are already averaged, or all-reduce found_inf "
-                "(torch.distributed.fsdp.sharded_grad_scaler does).",
-            )
-            return
+    if run.differing_scales is None:
+        return
+    step, scales = run.differing_scales
+    listed = ", ".join(f"rank {r}: {number(s)}" for r, s in list(scales.items())[:8])
+    yield finding(
+        "scaler_scales_differ",
+        f"After step {step} the loss scales are {listed}.",
+        run.ranks[0].facts["scale"][-1]["place"],
+        "Unscale gradients that are already averaged, or all-reduce found_inf "
+        "(torch.distributed.fsdp.sharded_grad_scaler does).",
+    )
 
 
 @rule("scheduler_steps_per_rank")

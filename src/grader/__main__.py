@@ -46,13 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _at_least(least: int):
-    def number(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
-        return int(text)
-
-    return number
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     add("submissions", type=Path, nargs="+", metavar="SUBMISSIONS")
     add("--assignment", type=Path, required=True, help="the source notebook")
     add("--out", type=Path, required=True, help="where the results go")
-    add("--jobs", type=_at_least(1), help="submissions at a time (default: the cores and one)")
-    add("--seed", type=_at_least(0), help="the inputs of an earlier run, for an appeal")
+    add("--jobs", type=_positive, help="submissions at a time (default: the cores and one)")
+    add("--seed", type=int, help="the inputs of an earlier run, for an appeal")
     add("--again", action="store_true", help="regrade existing results, too")
     add("--trust", action="store_true", help=_TRUST)
     command.set_defaults(run=_grade)
@@ -141,12 +138,12 @@ def _tried(answer_key: AnswerKey) -> bool:
     print(f"{answer_key.assignment.title}: trying {number} solutions …", flush=True)
     wrong = 0
     for count, finding in enumerate(lint(answer_key), start=1):
-        mark = "ok  " if finding.right else "NOT "
-        also = "" if finding.right else f", should be: {finding.expected}"
+        right = finding.found == finding.expected
+        mark, also = ("ok  ", "") if right else ("NOT ", f", should be: {finding.expected}")
         print(f"[{count}/{number}] {mark} {finding.name}: {finding.found}{also}", flush=True)
         for line in finding.reads:
             print(f"           {line}")
-        wrong += not finding.right
+        wrong += not right
     if wrong:
         print(f"Not released: {wrong} of these have to be fixed first.", file=sys.stderr)
     return not wrong
@@ -177,15 +174,8 @@ def _grade(options: argparse.Namespace) -> int:
     if not found:
         places = ", ".join(map(str, options.submissions))
         raise SourceError(f"no notebook in {places}; pass notebooks, or the folder that holds them")
-    results = grade_all(
-        found,
-        options.assignment,
-        options.out,
-        trust=options.trust,
-        jobs=options.jobs,
-        seed=options.seed,
-        again=options.again,
-    )
+    how = {name: getattr(options, name) for name in ("trust", "jobs", "seed", "again")}
+    results = grade_all(found, options.assignment, options.out, **how)
     for result in results:
         score = "needs a person" if result.needs_human else f"{result.score:g}"
         remark = f" ({result.warning})" if result.warning else ""

@@ -40,18 +40,18 @@ _utils
 # is not recorded, or torch's own answers.
 _DENIED = _words("""
 ABCMeta CUDAPluggableAllocator DataParallel DataSource DistributedDataParallel EnumMeta EnumType
-FileStore Formatter ForwardRef GroupMember HashStore Logger NamedTupleMeta PrefixStore
+FileStore Formatter ForwardRef FunctionType GroupMember HashStore Logger NamedTupleMeta PrefixStore
 ProcessGroupGloo ProcessPoolExecutor PyTorchFileReader PyTorchFileWriter Reducer Store TCPStore
-_bootstrap _bootstrap_inner _get_backend _invoke_excepthook attrgetter call_soon catch_warnings
-compile create_subprocess_exec create_subprocess_shell dump dumps evaluate_forward_ref
-excepthook formatwarning from_file fromfile fromregex genfromtxt get_args get_asyncgen_hooks
-get_file_path get_group_store get_origin get_type_hints global_enum import_ir_module
-import_ir_module_from_buffer init_process_group load loadtxt make_dataclass memmap methodcaller
-mro open_connection open_unix_connection register_object register_rendezvous_handler
-remote_parameters rendezvous safe_get_attr save savetxt savez savez_compressed
-set_default_tensor_type set_module setprofile setprofile_all_threads settrace
-settrace_all_threads showwarning start_server start_unix_server storage subprocess_exec
-subprocess_shell tofile typename update_wrapper wraps
+_bootstrap _bootstrap_inner _get_backend _invoke_excepthook attrgetter breakpoint call_soon
+catch_warnings compile create_subprocess_exec create_subprocess_shell dispatch_table dump dumps
+evaluate_forward_ref excepthook formatwarning from_file fromfile fromregex genfromtxt get_args
+get_asyncgen_hooks get_file_path get_group_store get_origin get_type_hints global_enum
+import_ir_module import_ir_module_from_buffer init_process_group load loadtxt make_dataclass memmap
+methodcaller mro open_connection open_unix_connection register register_object
+register_rendezvous_handler remote_parameters rendezvous safe_get_attr save savetxt savez
+savez_compressed set_default_tensor_type set_module setprofile setprofile_all_threads settrace
+settrace_all_threads showwarning singledispatch singledispatchmethod start_server start_unix_server
+storage subprocess_exec subprocess_shell test tofile typename update_wrapper wraps
 """)
 _VALUES = (
     int,
@@ -80,6 +80,7 @@ __index__ __init__ __int__ __iter__ __le__ __len__ __lt__ __main__ __mul__ __nam
 __neg__ __new__ __next__ __post_init__ __radd__ __repr__ __rmul__ __rsub__ __setitem__ __slots__
 __str__ __sub__ __truediv__
 """)
+_OF_BASES = {"__setattr__": 2, "__getattr__": 1, "__delattr__": 1}  # how many arguments
 _GIVEN = {"torch", "dist", "nn"}
 _MOST = 5  # that are told of one cell
 
@@ -91,7 +92,8 @@ def unusual(source: str, known: str = "") -> list[str]:
     """
     try:
         tree, given = parse(source), parse(known)
-        found = dict.fromkeys(_of(tree, _own(tree) | _own(given) | _attributes(given)))
+        used = {node.attr for node in ast.walk(given) if isinstance(node, ast.Attribute)}
+        found = set(_Solution(tree, _own(tree) | _own(given) | used).told())
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # it will not run either
         return []
     told = [f"line {line}: {what[:60]}" for line, what in sorted(found)]
@@ -111,9 +113,7 @@ def _allowed() -> frozenset[str]:
     found = {part for name in _MODULES for part in name.split(".")} | _PRIVATE
     for name in _MODULES:
         inside = vars(importlib.import_module(name))
-        found |= {key for key, value in inside.items() if type(value) is not types.ModuleType}
-    functional = importlib.import_module("torch.distributed._functional_collectives")
-    found |= set(functional.__all__ if hasattr(functional, "__all__") else ())
+        found |= {key for key, one in inside.items() if not issubclass(type(one), types.ModuleType)}
     found |= {"all_gather_tensor", "reduce_scatter_tensor", "wait_tensor", "all_to_all_single"}
     classes = [torch.Tensor, torch.nn.Module, torch.nn.Linear, torch.nn.Embedding, torch.optim.SGD]
     classes += [torch.Generator, torch.Size, torch.dtype, torch.device, torch.futures.Future]
@@ -185,60 +185,86 @@ def _own(tree: ast.AST) -> set[str]:
     return found
 
 
-def _attributes(tree: ast.AST) -> set[str]:
-    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+class _Solution:
+    """What a solution's text binds, for the judgement of each place in it."""
+
+    def __init__(self, tree: ast.AST, own: set[str]) -> None:
+        self.tree, self.own, self.taken = tree, own, _taken(tree)
+        self.plain = own | _looped(tree)
+        self.above = {
+            id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)
+        }
+
+    def told(self) -> Iterator[tuple[int, str]]:
+        """Each place, (line, what), where the code names something that is not allowed."""
+        for node in ast.walk(self.tree):
+            line = getattr(node, "lineno", 0)
+            for key in ("name", "asname", "rest", "arg"):  # of whatever binds a name
+                word = str(getattr(node, key, ""))
+                if word.startswith("__") and word.endswith("__") and word not in _METHODS:
+                    yield line, word
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                yield from ((line, name) for name in _imported(node))
+            elif isinstance(node, ast.Attribute):
+                yield from ((line, what) for what in self._of_attribute(node))
+            elif isinstance(node, ast.Name):
+                yield from ((line, what) for what in self._of_name(node))
+            elif isinstance(node, ast.MatchClass):
+                yield from ((line, f".{key}") for key in node.kwd_attrs if not _may(key, self.own))
+            elif isinstance(node, ast.ClassDef):
+                yield from ((line, str(one.arg)) for one in node.keywords)
+            elif isinstance(node, ast.Constant) and _leads_out(node.value):
+                yield line, repr(node.value)
+
+    def _call(self, node: ast.AST) -> ast.Call | None:
+        """The call of `node`, if it is called."""
+        above = self.above.get(id(node))
+        return above if isinstance(above, ast.Call) and above.func is node else None
+
+    def _of_attribute(self, node: ast.Attribute) -> Iterator[str]:
+        root = _root(node)
+        theirs = root in self.taken  # a module's names are never the solution's own
+        may = _may(node.attr, set() if theirs else self.own)
+        if not may and not _is_own_base(node, self._call(node)):
+            yield f".{node.attr}"
+        elif isinstance(node.ctx, ast.Store | ast.Del):
+            of_class = ast.unparse(node.value).startswith("type(")
+            if theirs or of_class or (node.attr in _patched() and root != "self"):
+                yield f"changes {root}.{node.attr}"
+
+    def _of_name(self, node: ast.Name) -> Iterator[str]:
+        above, call = self.above.get(id(node)), self._call(node)
+        user = getattr(getattr(above, "func", None), "id", "")
+        if not _may_name(node, call, self.plain, above):
+            yield node.id
+        elif node.id == "type" and not self._only_compared(above):
+            yield "type(…) kept"
+        elif node.id in _GIVEN and isinstance(above, ast.Call) and user not in _BY_NAME:
+            yield f"{node.id} passed on"
+
+    def _only_compared(self, call: ast.AST | None) -> bool:
+        """Whether the class that `type(x)` returns is compared, named, or called with one argument.
+
+        Kept, it could be `type` itself, which makes classes with methods of any name.
+        """
+        user = self.above.get(id(call))
+        if isinstance(user, ast.Call):
+            by = getattr(user.func, "id", "")
+            return by in ("isinstance", "issubclass") or (user.func is call and len(user.args) < 2)
+        kinds = ast.Compare | ast.Attribute | ast.FormattedValue | ast.Subscript
+        return not isinstance(call, ast.Call) or isinstance(user, kinds)
 
 
-def _of(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
-    """Each place, (line, what), where the code names something that is not allowed."""
-    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    taken = {
-        (one.asname or one.name).partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for one in node.names
-    } | _GIVEN
-    plain = own | _looped(tree)
-    above = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+def _taken(tree: ast.AST) -> set[str]:
+    """The names of modules, and of what is taken from them: by an import, or `F = torch.nn`."""
+    found = set(_GIVEN)
     for node in ast.walk(tree):
-        line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((line, name) for name in _imported(node))
-        elif isinstance(node, ast.Attribute):
-            theirs = _root(node) in taken  # a module's names are never the solution's own
-            if not _may(node.attr, set() if theirs else own) and not _is_own_base(node):
-                yield line, f".{node.attr}"
-            elif isinstance(node.ctx, ast.Store | ast.Del) and (
-                theirs or (node.attr in _patched() and _root(node) != "self")
-            ):
-                yield line, f"changes {_root(node)}.{node.attr}"
-        elif isinstance(node, ast.Name):
-            if not _may_name(node, called.get(id(node)), plain, above.get(id(node))):
-                yield line, node.id
-            elif node.id == "type" and not _only_compared(above[id(node)], above):
-                yield line, "type(…) kept"
-        elif isinstance(node, ast.MatchClass):
-            yield from ((line, f".{key}") for key in node.kwd_attrs if not _may(key, own))
-        elif isinstance(node, ast.ClassDef):
-            yield from ((line, str(one.arg)) for one in node.keywords)
-            for one in node.body:
-                if isinstance(one, ast.FunctionDef) and not _may(one.name, own):
-                    yield one.lineno, one.name
-        elif isinstance(node, ast.Constant) and _leads_out(node.value):
-            yield line, repr(node.value)
-
-
-def _only_compared(call: ast.AST, above: dict[int, ast.AST]) -> bool:
-    """Whether the class that `type(x)` returns is compared, named, or called with one argument.
-
-    Kept, it could be `type` itself, which makes classes with methods of any name.
-    """
-    user = above.get(id(call))
-    if isinstance(user, ast.Call):
-        by = getattr(user.func, "id", "")
-        return by in ("isinstance", "issubclass") or (user.func is call and len(user.args) < 2)
-    kinds = ast.Compare | ast.Attribute | ast.FormattedValue | ast.Subscript
-    return not isinstance(call, ast.Call) or isinstance(user, kinds)
+            found |= {(one.asname or one.name).partition(".")[0] for one in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and _root(node.value) in found:
+            found |= {one.id for one in node.targets if isinstance(one, ast.Name)}
+    return found
 
 
 def _may(name: str, own: set[str]) -> bool:
@@ -248,14 +274,22 @@ def _may(name: str, own: set[str]) -> bool:
     return name in _allowed() or (name in own and name not in _reserved())
 
 
-def _is_own_base(node: ast.Attribute) -> bool:
-    """Whether it is `super().…`, or `object.__setattr__`, which sets what it is given."""
-    base = node.value
-    if isinstance(base, ast.Name):
-        return base.id == "object" and node.attr == "__setattr__"
-    return (
-        isinstance(base, ast.Call) and isinstance(base.func, ast.Name) and base.func.id == "super"
-    )
+def _is_own_base(node: ast.Attribute, call: ast.Call | None) -> bool:
+    """Whether it calls `super().__setattr__(name, value)` and the like, or `object.__setattr__`.
+
+    With another number of arguments, `super()` in a class method gives these for any object.
+    """
+    if call is None or any(isinstance(one, ast.Starred) for one in call.args):
+        return False
+    if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super":
+        return len(call.args) == _OF_BASES.get(node.attr)
+    base = getattr(node.value, "id", "")
+    return base == "object" and node.attr == "__setattr__" and not _changes_theirs(call)
+
+
+def _changes_theirs(call: ast.Call) -> bool:
+    """Whether `setattr(x, "all_reduce", …)` replaces a function of a module or of a thread."""
+    return len(call.args) < 2 or getattr(call.args[1], "value", None) in _patched()
 
 
 def _root(node: ast.AST) -> str:
@@ -269,33 +303,22 @@ def _looped(tree: ast.AST) -> set[str]:
 
     Such as `for name in names: delattr(layer, name)`.
     """
+    import torch
+
+    known, of_text = _own(tree) | _allowed(), set(dir(str)) - set(dir(torch.Tensor))
+    docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    for node in ast.walk(tree):
+        text = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
+        unknown = isinstance(text, str | bytes) and id(node) not in docs and text not in known
+        by_call = getattr(node, "id", "") in ("chr", "str", "repr", "bytes", "bytearray")
+        by_method = isinstance(node, ast.Attribute) and node.attr in of_text
+        if unknown or by_call or by_method or isinstance(node, ast.JoinedStr):
+            return set()
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For | ast.comprehension)]
     bound = {id(n): n.id for one in loops for n in ast.walk(one.target) if isinstance(n, ast.Name)}
     stored = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     names = set(bound.values()) - {n.id for n in stored if id(n) not in bound}
-    own = _own(tree)
-    docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-    for node in ast.walk(tree):
-        text = isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
-        if text and id(node) not in docs and not (node.value in own or node.value in _allowed()):
-            return set()
-        built = isinstance(node, ast.Attribute) and node.attr in set(dir(str)) - _of_tensors()
-        if (
-            built
-            or isinstance(node, ast.JoinedStr)
-            or (
-                isinstance(node, ast.Name)
-                and node.id in ("chr", "str", "repr", "bytes", "bytearray")
-            )
-        ):
-            return set()
     return {f"${name}" for name in names}
-
-
-def _of_tensors() -> set[str]:
-    import torch
-
-    return set(dir(torch.Tensor))
 
 
 def _leads_out(text: Any) -> bool:
@@ -321,12 +344,9 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
 def _may_name(node: ast.Name, call: ast.Call | None, own: set[str], above: ast.AST | None) -> bool:
     """Whether a name may stand here. `getattr` may with a name that is written out."""
     if node.id in _BY_NAME:
-        if call is None or len(call.args) < 2:
+        if call is None or len(call.args) < 2 or not _is_written_out(call.args[1], own):
             return False
-        changed = (
-            getattr(call.args[1], "value", None) if node.id in ("setattr", "delattr") else None
-        )
-        return changed not in _patched() and _is_written_out(call.args[1], own)
+        return node.id in ("getattr", "hasattr") or not _changes_theirs(call)
     if node.id == "type":
         return isinstance(above, ast.Subscript) or (call is not None and len(call.args) == 1)
     if node.id.startswith("__") and node.id.endswith("__"):

@@ -4,7 +4,6 @@ The key is executed first, on inputs drawn from the seed; what it returns is wha
 code here is the teacher's, so one sandbox serves for all of it.
 """
 
-import copy
 import random
 import threading
 from collections.abc import Sequence
@@ -96,9 +95,12 @@ def _run_group(
 def draw(sandbox: Sandbox, checks: Sequence[CheckSource], seed: int) -> dict[str, list[Any]]:
     """The inputs of each group of ranks of each check. Raises AuthorError."""
     groups = [(check, ranks) for check in checks for ranks in groups_of(check, seed)]
+    seeds = [
+        random.Random(f"{seed} {check.name} {ranks}").getrandbits(62) for check, ranks in groups
+    ]
     draws = [
-        {"source": check.source, "seed": _seed_of(seed, check, ranks), "world_size": ranks}
-        for check, ranks in groups
+        {"source": check.source, "seed": own, "world_size": ranks}
+        for (check, ranks), own in zip(groups, seeds, strict=True)
     ]
     try:
         answer = sandbox.ask({"call": "draw", "draws": draws}, _DRAWING)
@@ -144,12 +146,6 @@ class AnswerKey:
         """A new one, of the same kind and with the same stop as the key's."""
         return Sandbox(self.trust, self.stop)
 
-    def with_seed(self, seed: int) -> "AnswerKey":
-        """The same of another seed, in the sandbox of this one: usable as long as this one is."""
-        other = copy.copy(self)
-        other.seed, other._inputs, other._outcomes = seed, {}, {}
-        return other
-
     def inputs(self, check: CheckSource) -> list[Any]:
         """The inputs of each group of ranks. Raises AuthorError."""
         with self._lock:
@@ -189,11 +185,6 @@ class AnswerKey:
 def groups_of(check: CheckSource, seed: int) -> Sequence[int]:
     """The numbers of ranks on which `check` is run with `seed`."""
     return check.ranks or (random.Random(f"{seed} {check.name}").choice((2, 3, 4)),)
-
-
-def _seed_of(seed: int, check: CheckSource, ranks: int) -> int:
-    """The seed of the inputs of one group of ranks."""
-    return random.Random(f"{seed} {check.name} {ranks}").getrandbits(62)
 
 
 def describe(outcome: Outcome, check: CheckSource) -> str:

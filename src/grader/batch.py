@@ -14,12 +14,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from grader.answer_key import AnswerKey, AuthorError
-from grader.grade import Result, failed_by_the_grader, fresh_seed, grade_together
+from grader.answer_key import AnswerKey
+from grader.grade import Result, fresh_seed, grade_together
 from grader.merge import Submission, read_submission
 from grader.notebook_file import hash_of
 from grader.report import folder_name, read_results, write_csv, write_feedback, write_results
-from grader.sandbox import SandboxError, StoppedError
 from grader.source import Assignment, read_assignment
 from grader.submissions import Work
 
@@ -84,7 +83,7 @@ def _finished(fingerprints: dict[str, str], out: Path) -> dict[str, Result]:
 
 def write_table(out: Path, assignment: str) -> list[Result]:
     """grades.csv of everything in `out` that belongs to `assignment`; returns the results."""
-    out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)  # none yet if the first run was interrupted
     found = [read_results(folder) for folder in sorted(out.iterdir()) if folder.is_dir()]
     results = [one[0] for one in found if one and one[0].assignment == assignment]
     results.sort(key=lambda result: result.student.casefold())
@@ -113,17 +112,8 @@ def _graded(
 
 
 def _grade_part(part: list[Work], answer_key: AnswerKey) -> list[Result]:
-    try:
-        return grade_together(
-            [(one.student, _read(one, answer_key.assignment)) for one in part], answer_key
-        )
-    except (StoppedError, SandboxError, AuthorError):
-        raise
-    except Exception as error:  # the grader's own fault: the other submissions must not suffer
-        if len(part) > 1:
-            return [result for one in part for result in _grade_part([one], answer_key)]
-        why = f"{type(error).__name__}: {error}"
-        return [failed_by_the_grader(part[0].student, answer_key.assignment, why)]
+    read = [(one.student, _read(one, answer_key.assignment)) for one in part]
+    return grade_together(read, answer_key)
 
 
 def _read(one: Work, assignment: Assignment) -> Submission:

@@ -22,24 +22,14 @@ from pathlib import Path
 from grader.report import OVERRIDES, PAGE, TABLE, folder_name, write_whole
 
 Row = dict[str, str]
+Finder = Callable[[Row], list[Row]]  # from a line of grades.csv to the student's rows
 _PARTICIPANT = re.compile(r"^\D*(\d+)$")
-_CANVAS_COLUMN = re.compile(r"^(?P<name>.*\S)\s*\((?P<id>\d+)\)$")
-_POINTS_POSSIBLE = "Points Possible"
-
-
-@dataclass(frozen=True)
-class Grade:
-    """A student's line of grades.csv: `points` is None where a person still has to look."""
-
-    student: str
-    id: str
-    title: str
-    points: float | None
+_CANVAS_COLUMN = re.compile(r"^(?P<name>.*\S)\s*\(\d+\)$")
 
 
 @dataclass
 class CourseTable:
-    """A table that a course system exported: its text's form, its columns, and its rows."""
+    """A table as CSV, as a course system exported it."""
 
     path: Path
     delimiter: str
@@ -54,24 +44,22 @@ class CourseTable:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise ValueError(f"{path} is not UTF-8 text: export it again, as CSV") from None
-        mark = text[:1] if text.startswith("\ufeff") else ""
-        text = text.removeprefix("\ufeff")
-        first = text.partition("\n")[0]
-        delimiter = max(",;\t", key=first.count)
+        mark = "\ufeff" * text.startswith("\ufeff")
+        text = text.removeprefix(mark)
+        delimiter = max(",;\t", key=text.partition("\n")[0].count)
         reader = csv.DictReader(io.StringIO(text), delimiter=delimiter, restval="")
         columns = list(reader.fieldnames or [])
         for name in needed:
             if name not in columns:
                 found = ", ".join(columns[:8]) or "nothing"
                 raise ValueError(f"{path} has no column {name!r}, but: {found}")
-        return cls(path, delimiter, mark, columns, [dict(row) for row in reader])
+        return cls(path, delimiter, mark, columns, list(reader))
 
     def write(self, path: Path) -> None:
         """In the same form as it was read."""
         out = io.StringIO()
-        writer = csv.DictWriter(
-            out, self.columns, delimiter=self.delimiter, lineterminator="\n", extrasaction="ignore"
-        )
+        form = {"delimiter": self.delimiter, "lineterminator": "\n", "extrasaction": "ignore"}
+        writer = csv.DictWriter(out, self.columns, **form)
         writer.writeheader()
         writer.writerows(self.rows)
         write_whole(path, self.mark + out.getvalue())
@@ -86,57 +74,70 @@ class Exported:
     problems: list[str] = field(default_factory=list)
 
 
-def read_grades(folder: Path) -> list[Grade]:
-    """The lines of grades.csv in `folder`. Raises ValueError and FileNotFoundError."""
-    path = folder / TABLE
-    if not path.exists():
-        raise FileNotFoundError(f"there is no {path}: grade the assignment into {folder} first")
-    table = CourseTable.read(path, ["student", "id", "assignment", "score"])
-    grades = []
-    for row in table.rows:
-        said = row.get(OVERRIDES[0], "").strip() or row["score"]
-        try:
-            points = float(said) if said else None
-        except ValueError:
-            message = f"{path}: the override of {row['student']} is {said!r}, which is no number"
-            raise ValueError(message) from None
-        grades.append(Grade(row["student"], row["id"], row["assignment"], points))
-    return grades
-
-
 def export_canvas(folder: Path, roster: Path, column: str = "") -> Exported:
     """Write the gradebook `roster` with this assignment's points into `folder`.
 
     `column` names the assignment as Canvas does, with or without its number; by default it is the
-    one that has this assignment's name. Raises ValueError.
+    one that has this assignment's name. Raises ValueError and FileNotFoundError.
     """
-    grades = read_grades(folder)
+    grades = _graded(folder)
     table = CourseTable.read(roster, ["Student", "ID"])
-    target = _canvas_column(table, column or (grades[0].title if grades else ""))
-    students = [row for row in table.rows if row["Student"].strip() != _POINTS_POSSIBLE]
-    return _fill(table, students, grades, target, "Student", lambda row: row["ID"].strip(), folder)
+    target = _canvas_column(table, column or (grades[0]["assignment"] if grades else ""))
+    students = [row for row in table.rows if row["Student"].strip() != "Points Possible"]
+    find = _finder(students, "Student", lambda row: row["ID"].strip())
+    return _fill(table, grades, target, find, folder)
 
 
 def export_moodle(folder: Path, worksheet: Path) -> Exported:
-    """Write Moodle's `worksheet` with the points, and a zip with the feedback, into `folder`."""
-    grades = read_grades(folder)
+    """Write Moodle's `worksheet` with the points, and a zip with the feedback, into `folder`.
+
+    Raises ValueError and FileNotFoundError.
+    """
+    grades = _graded(folder)
     table = CourseTable.read(worksheet, ["Identifier", "Full name", "Grade"])
-
-    def number(row: Row) -> str:
-        found = _PARTICIPANT.match(row["Identifier"].strip())
-        return found[1] if found else ""
-
-    done = _fill(table, table.rows, grades, "Grade", "Full name", number, folder)
-    done.files.append(_write_feedback(folder, table, grades, number))
+    find = _finder(table.rows, "Full name", _participant)
+    done = _fill(table, grades, "Grade", find, folder)
+    # For "Upload multiple feedback files in a zip".
+    feedback = folder / f"{worksheet.stem}-feedback.zip"
+    unfinished = feedback.with_name(f"{feedback.name}.part")
+    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
+        for grade in grades:
+            page, rows = folder / folder_name(grade["student"]) / PAGE, find(grade)
+            if len(rows) == 1 and page.exists():
+                name = rows[0]["Full name"].replace("/", " ").replace("_", " ")
+                inside = f"{name}_{_participant(rows[0])}_assignsubmission_file_"
+                archive.write(page, f"{inside}/{PAGE}")
+    unfinished.replace(feedback)
+    done.files.append(feedback)
     return done
+
+
+def _graded(folder: Path) -> list[Row]:
+    """The lines of grades.csv; the score of each is the override, if there is one."""
+    path = folder / TABLE
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {path}: grade the assignment into {folder} first")
+    rows = CourseTable.read(path, ["student", "id", "assignment", "score"]).rows
+    for row in rows:
+        row["score"] = row.get(OVERRIDES[0], "").strip() or row["score"]
+        try:
+            float(row["score"] or 0)
+        except ValueError:
+            said = f"{path}: the override of {row['student']} is {row['score']!r}"
+            raise ValueError(f"{said}, which is no number") from None
+    return rows
+
+
+def _participant(row: Row) -> str:
+    found = _PARTICIPANT.match(row["Identifier"].strip())
+    return found[1] if found else ""
 
 
 def _canvas_column(table: CourseTable, wanted: str) -> str:
     """The column of an assignment. Raises ValueError if none, or several, have the name."""
-    named = {}
-    for column in table.columns:
-        if match := _CANVAS_COLUMN.match(column):
-            named[column] = match["name"]
+    named = {
+        column: match["name"] for column in table.columns if (match := _CANVAS_COLUMN.match(column))
+    }
     plain = wanted.replace("_", " ").casefold()
     found = [
         column
@@ -145,69 +146,42 @@ def _canvas_column(table: CourseTable, wanted: str) -> str:
     ]
     if len(found) == 1:
         return found[0]
-    which = "several columns" if found else "no column"
-    known = ", ".join(named) or "none"
     raise ValueError(
-        f"{table.path} has {which} for {wanted!r}; its assignments are: {known}. Choose one with "
-        "--column NAME"
+        f"{table.path} has {'several columns' if found else 'no column'} for {wanted!r}; its "
+        f"assignments are: {', '.join(named) or 'none'}. Choose one with --column NAME"
     )
 
 
+def _finder(students: list[Row], name_column: str, number_of: Callable[[Row], str]) -> Finder:
+    """Finds rows by the student's number, or by the name if the number is not known."""
+
+    def words(name: str) -> list[str]:  # "Lovelace, Ada" is "Ada Lovelace"
+        return sorted(re.findall(r"\w+", name.casefold()))
+
+    def find(grade: Row) -> list[Row]:
+        if grade["id"]:
+            return [row for row in students if number_of(row) == grade["id"]]
+        return [row for row in students if words(row[name_column]) == words(grade["student"])]
+
+    return find
+
+
 def _fill(
-    table: CourseTable,
-    students: list[Row],
-    grades: list[Grade],
-    target: str,
-    name_column: str,
-    number_of: Callable[[Row], str],
-    folder: Path,
+    table: CourseTable, grades: list[Row], target: str, find: Finder, folder: Path
 ) -> Exported:
     """Enter each grade into the one row of its student, and write the table."""
-    out = folder / f"{table.path.stem}-filled.csv"
-    done = Exported([out])
+    done = Exported([folder / f"{table.path.stem}-filled.csv"])
     for grade in grades:
-        rows = _rows_of(grade, students, name_column, number_of)
-        who = f"{grade.student} ({grade.id})" if grade.id else grade.student
-        if grade.points is None:
+        rows = find(grade)
+        who = f"{grade['student']} ({grade['id']})" if grade["id"] else grade["student"]
+        if not grade["score"]:
             done.problems.append(f"{who} has no points yet: a person has to look.")
         elif not rows:
             done.problems.append(f"{who} is in no row of {table.path.name}.")
         elif len(rows) > 1:
             done.problems.append(f"{who} is in {len(rows)} rows of {table.path.name}: none filled.")
         else:
-            rows[0][target] = f"{grade.points:g}"
+            rows[0][target] = f"{float(grade['score']):g}"
             done.filled += 1
-    table.write(out)
+    table.write(done.files[0])
     return done
-
-
-def _rows_of(
-    grade: Grade, students: list[Row], name_column: str, number_of: Callable[[Row], str]
-) -> list[Row]:
-    """The rows with the student's number, or, if it is not known, with the name."""
-    if grade.id:
-        return [row for row in students if number_of(row) == grade.id]
-    return [row for row in students if _words(row[name_column]) == _words(grade.student)]
-
-
-def _words(name: str) -> list[str]:
-    """The words of a name in any order: "Lovelace, Ada" is "Ada Lovelace"."""
-    return sorted(re.findall(r"\w+", name.casefold()))
-
-
-def _write_feedback(
-    folder: Path, table: CourseTable, grades: list[Grade], number_of: Callable[[Row], str]
-) -> Path:
-    """A zip for Moodle's "Upload multiple feedback files in a zip"."""
-    out = folder / f"{table.path.stem}-feedback.zip"
-    unfinished = out.with_name(f"{out.name}.part")
-    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
-        for grade in grades:
-            page = folder / folder_name(grade.student) / PAGE
-            rows = _rows_of(grade, table.rows, "Full name", number_of)
-            if len(rows) == 1 and page.exists():
-                name = rows[0]["Full name"].replace("/", " ").replace("_", " ")
-                inside = f"{name}_{number_of(rows[0])}_assignsubmission_file_"
-                archive.write(page, f"{inside}/{PAGE}")
-    unfinished.replace(out)
-    return out

@@ -1,18 +1,17 @@
 """From submissions to results: run checks, let nbval judge, and say why points are missing."""
 
-import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from grader.answer_key import AnswerKey, Outcome, could_not_run, describe, run_check
+from grader.answer_key import AnswerKey, AuthorError, Outcome, could_not_run, describe, run_check
 from grader.judge import judge
 from grader.merge import Submission
 from grader.outputs import are_same, observation, text_of
-from grader.sandbox import Sandbox
-from grader.source import Assignment, CheckSource
+from grader.sandbox import SandboxError, StoppedError
+from grader.source import CheckSource
 
 _LITTLE = 3.0  # seconds for a solution that has taken too long before
 
@@ -72,64 +71,92 @@ def grade_together(
 ) -> list[Result]:
     """Grade submissions, (student, what was read), in one run of nbval; in their order.
 
-    An unreadable submission is not run, and earns 0. `teachers`: all are the teacher's own, and run
-    in the sandbox of the key. Raises AuthorError for a fault of the assignment, SandboxError, and
-    StoppedError.
+    An unreadable submission is not run, and earns 0. One at which the grader itself fails needs a
+    person; the others do not notice. `teachers`: all are the teacher's own, and run in the sandbox
+    of the key. Raises AuthorError for a fault of the assignment, SandboxError, and StoppedError.
     """
-    own, results = answer_key.assignment, []
-    runs = [
-        _Run(one, answer_key, None if teachers else answer_key.sandbox()) for _, one in submissions
-    ]
-    readable = [run for run in runs if not run.submission.unreadable]
-    verdicts, said = _judge(readable, answer_key) if readable else (iter(()), "")
-    for (student, one), run in zip(submissions, runs, strict=True):
-        if one.unreadable:
-            checks = [replace(_empty(check), sentence=one.unreadable) for check in own.checks]
-        else:
-            checks = [_judged(check, next(verdicts), run, said) for check in own.checks]
-        about = (answer_key.seed, one.unreadable, one.notes)
-        results.append(Result(student, own.name, own.title, own.points, checks, *about))
-    return results
+    runs = [_Run(student, one, answer_key, teachers) for student, one in submissions]
+    for run in runs:
+        run.guarded(run.run_checks)
+    _judge([run for run in runs if run.printed], answer_key)
+    for run in runs:
+        run.guarded(run.explain)
+    return [run.result for run in runs]
 
 
-def _judge(runs: list["_Run"], answer_key: AnswerKey) -> tuple[Iterator[bool | None], str]:
-    """nbval's verdict on each check of each run, None where it failed; and what it said then."""
+def _judge(runs: list["_Run"], answer_key: AnswerKey) -> None:
+    """Let nbval judge each check of each run, all together; if it fails, one run at a time."""
     checks = answer_key.assignment.checks
-    with contextlib.ExitStack() as stack:
+    printed = [text for run in runs for text in run.printed]
+    expected = [answer_key.expected(check) for check in checks] * len(runs)
+    found, said = judge(expected, printed, answer_key.stop) if runs else ({}, "")
+    if len(found) < len(printed) and len(runs) > 1:
         for run in runs:
-            stack.callback(run.end)
-        expected = [answer_key.expected(check) for check in checks] * len(runs)
-        nbval = stack.enter_context(judge(expected))
-        places = iter(range(len(expected)))
-        for run in runs:
-            for check in checks:
-                nbval.submit(next(places), run.check(check))
-            run.end()
-        found, said = nbval.verdicts(answer_key.stop)
-    return map(found.get, range(len(expected))), said
+            _judge([run], answer_key)
+        return
+    verdicts = map(found.get, range(len(printed)))
+    for run in runs:
+        for result in run.result.checks:
+            run.passed[result.name] = passed = next(verdicts)
+            if passed is None:
+                result.needs_human = f"the check did not come to an end. {said}".strip()
 
 
 class _Run:
-    """One submission in its sandbox: what its ranks did in each check."""
+    """One submission: its result, and what its ranks did in each check."""
 
     def __init__(
-        self, submission: Submission, answer_key: AnswerKey, sandbox: Sandbox | None
+        self, student: str, submission: Submission, answer_key: AnswerKey, teachers: bool
     ) -> None:
-        self.submission, self.answer_key, self._sandbox = submission, answer_key, sandbox
+        self.submission, self.answer_key = submission, answer_key
         self.outcomes: dict[str, list[Outcome]] = {}
-        self.seconds: dict[str, float] = {}
+        self.printed: list[str] = []  # of each check; empty if none can be judged
+        self.passed: dict[str, bool | None] = {}
+        self._sandbox = None if teachers else answer_key.sandbox()
         self._slow: set[str] = set()  # solutions that have taken too long
+        own, seed, why = answer_key.assignment, answer_key.seed, submission.unreadable
+        checks = [
+            CheckResult(c.name, c.points, 0, c.visible, c.concept, sentence=why) for c in own.checks
+        ]
+        about = (student, own.name, own.title, own.points, checks, seed)
+        self.result = Result(*about, unreadable=why, notes=submission.notes)
 
-    def end(self) -> None:
-        """End its sandbox, with all that runs there."""
-        if self._sandbox:
-            self._sandbox.end()
+    def guarded(self, action: Callable[[], None]) -> None:
+        """Do it; where the grader itself fails, all checks need a person."""
+        try:
+            action()
+        except (StoppedError, SandboxError, AuthorError):
+            raise
+        except Exception as error:
+            self.printed = []
+            for result in self.result.checks:
+                result.needs_human = f"{type(error).__name__}: {error}"
 
-    def check(self, check: CheckSource) -> str:
-        """Run `check`; returns what is to be printed."""
+    def run_checks(self) -> None:
+        """Run every check, and end the sandbox with all that runs there."""
+        try:
+            if not self.submission.unreadable:
+                self.printed = [self._check(one) for one in self.answer_key.assignment.checks]
+        finally:
+            if self._sandbox:
+                self._sandbox.end()
+
+    def explain(self) -> None:
+        """Give the points of what has passed, and say why the others are missing."""
+        for result, check in zip(
+            self.result.checks, self.answer_key.assignment.checks, strict=True
+        ):
+            if self.passed.get(check.name):
+                result.score = check.points
+            elif self.printed and not result.needs_human:
+                _explain(result, check, self)
+
+    def _check(self, check: CheckSource) -> str:
+        """What the ranks of one check return, as text."""
         started = time.monotonic()
         outcomes = self.outcomes[check.name] = self._outcomes(check)
-        self.seconds[check.name] = time.monotonic() - started
+        result = next(one for one in self.result.checks if one.name == check.name)
+        result.seconds = time.monotonic() - started
         if outcomes[-1].timed_out:
             self._slow |= set(check.solutions)
         key = self.answer_key.key_results(check)
@@ -143,42 +170,19 @@ class _Run:
         return "\n".join(lines)
 
     def _outcomes(self, check: CheckSource) -> list[Outcome]:
-        if self._not_written(check):
-            return [Outcome(stopped={"how": "raised", "type": "NotImplementedError"})]
-        if self._sandbox is None:
-            return self.answer_key.outcomes(check, self.submission.solutions)
-        cells = self.answer_key.assignment.cells(check, self.submission.solutions)
-        seconds = _LITTLE if self._slow & set(check.solutions) else None
-        inputs, seed, key = (
-            self.answer_key.inputs(check),
-            self.answer_key.seed,
-            self.answer_key.key_results(check),
-        )
-        return run_check(self._sandbox, check, cells, inputs, seed, seconds, key)
-
-    def _not_written(self, check: CheckSource) -> bool:
-        """Whether a solution is the stub that only raises: it need not be run."""
-        stubs, own = self.answer_key.assignment.stubs(), self.submission.solutions
-        return any(
+        assignment, own = self.answer_key.assignment, self.submission.solutions
+        stubs = assignment.stubs()
+        if any(
             own[name].strip() == stubs[name].strip() and "raise NotImplementedError" in stubs[name]
             for name in check.solutions
-        )
-
-
-def _empty(check: CheckSource) -> CheckResult:
-    return CheckResult(check.name, check.points, 0, check.visible, check.concept)
-
-
-def _judged(check: CheckSource, passed: bool | None, run: _Run, said: str) -> CheckResult:
-    result = _empty(check)
-    result.seconds = run.seconds[check.name]
-    if passed is None:
-        result.needs_human = f"the check did not come to an end. {said}".strip()
-    elif passed:
-        result.score = check.points
-    else:
-        _explain(result, check, run)
-    return result
+        ):  # it need not be run
+            return [Outcome(stopped={"how": "raised", "type": "NotImplementedError"})]
+        if self._sandbox is None:
+            return self.answer_key.outcomes(check, own)
+        seconds = _LITTLE if self._slow & set(check.solutions) else None
+        inputs, key = self.answer_key.inputs(check), self.answer_key.key_results(check)
+        about = (assignment.cells(check, own), inputs, self.answer_key.seed, seconds, key)
+        return run_check(self._sandbox, check, *about)
 
 
 def _explain(result: CheckResult, check: CheckSource, run: _Run) -> None:
@@ -191,7 +195,8 @@ def _explain(result: CheckResult, check: CheckSource, run: _Run) -> None:
             "; ".join(broken) or _named(check, outcomes, run.answer_key) or check.concept
         )
         for outcome, key in zip(outcomes, run.answer_key.key_results(check), strict=False):
-            result.observation = result.observation or _observed(outcome.results, key, check)
+            found = observation(outcome.results or [], key, check.tolerance)
+            result.observation = result.observation or found
         return
     result.line = _line(last.stopped, run.submission)
     if last.not_written:
@@ -200,13 +205,6 @@ def _explain(result: CheckResult, check: CheckSource, run: _Run) -> None:
         result.sentence = "; ".join(broken)
     else:
         result.sentence = f"your code {describe(last, check)}"
-
-
-def _observed(results: list[Any] | None, key: list[Any], check: CheckSource) -> str:
-    try:
-        return observation(results or [], key, check.tolerance)
-    except (TypeError, ValueError, OverflowError):  # numbers of a kind that nobody expected
-        return ""
 
 
 def _named(check: CheckSource, outcomes: list[Outcome], answer_key: AnswerKey) -> str:
@@ -231,9 +229,3 @@ def _line(about: dict[str, Any], submission: Submission) -> str:
     lines = submission.solutions.get(cell, "").splitlines() if isinstance(cell, str) else []
     valid = isinstance(number, int) and 0 < number <= len(lines)
     return lines[number - 1].strip()[:200] if valid else ""
-
-
-def failed_by_the_grader(student: str, own: Assignment, why: str) -> Result:
-    """The result of a submission at which the grader itself failed."""
-    checks = [replace(_empty(check), needs_human=why) for check in own.checks]
-    return Result(student, own.name, own.title, own.points, checks)

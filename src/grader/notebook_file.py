@@ -38,15 +38,14 @@ def open_regular(path: Path) -> BinaryIO:
         raise UnreadableError(f"the file cannot be read: {what}") from None
     except ValueError as error:
         raise UnreadableError(f"the file cannot be read: {error}") from None
-    status = os.fstat(descriptor)
+    status, why = os.fstat(descriptor), ""
     if not stat.S_ISREG(status.st_mode):
+        why = "the file cannot be read: it is not a regular file"
+    elif status.st_size > LARGEST:
+        why = f"the file has {status.st_size:,} bytes; clear its outputs and hand in again"
+    if why:
         os.close(descriptor)
-        raise UnreadableError("the file cannot be read: it is not a regular file")
-    if status.st_size > LARGEST:
-        os.close(descriptor)
-        raise UnreadableError(
-            f"the file has {status.st_size:,} bytes; clear its outputs and hand in again"
-        )
+        raise UnreadableError(why)
     return open(descriptor, "rb")
 
 
@@ -66,9 +65,9 @@ def code_cells(path: Path) -> list[dict[str, Any]]:
         with open_regular(path) as file:
             done = subprocess.run(command, stdin=file, capture_output=True, timeout=10 * _SECONDS)
         answer = json.loads(done.stdout)
-    except (ValueError, subprocess.TimeoutExpired) as error:
-        if isinstance(error, UnreadableError):
-            raise
+    except UnreadableError:
+        raise
+    except (ValueError, subprocess.TimeoutExpired):
         raise UnreadableError(
             "the file takes too much memory or time to be read; clear its outputs and hand in again"
         ) from None
@@ -102,9 +101,10 @@ def _reduced(cell: Any) -> dict[str, Any] | None:
     if not isinstance(source, str):
         return None
     source = source.replace("\r\n", "\n").replace("\r", "\n")
-    metadata = cell.get("metadata")
-    nbgrader = metadata.get("nbgrader") if isinstance(metadata, dict) else None
-    grade_id = nbgrader.get("grade_id") if isinstance(nbgrader, dict) else None
+    try:
+        grade_id = cell["metadata"]["nbgrader"]["grade_id"]
+    except (KeyError, TypeError, IndexError):
+        grade_id = None
     return {
         "id": cell["id"] if type(cell.get("id")) is str else None,
         "grade_id": grade_id if type(grade_id) is str else None,

@@ -39,10 +39,9 @@ _FOR_STUDENTS += ("labkit/testing/__init__.py", "labkit/testing/watch.py")
 
 @dataclass(frozen=True)
 class Finding:
-    """One trial: what was graded, whether it earned what it should, and what a student reads."""
+    """One trial: what was graded, what it earned and should earn, and what a student reads."""
 
     name: str
-    right: bool
     found: str
     expected: str
     reads: list[str]
@@ -61,19 +60,19 @@ def lint(answer_key: AnswerKey) -> Iterator[Finding]:
     loses = {wrong.name: wrong.loses for wrong in assignment.wrong_answers}
     submissions = [(name, Submission(solutions)) for name, solutions in trials]
     for result in grade_together(submissions, answer_key, teachers=True):
-        yield _finding(result, loses.get(result.student, ()))
+        if result.student == "the stubs":
+            yield Finding("the stubs", f"{result.score:g} points", "0 points", [])
+        else:
+            yield _finding(result, loses.get(result.student, ()))
 
 
 def _finding(result: Result, loses: tuple[str, ...]) -> Finding:
     lost = [check for check in result.checks if check.score < check.points or check.needs_human]
     reads = [f"{check.name}: {check.needs_human or sentence_of(check)}" for check in lost]
-    if result.student == "the stubs":
-        found = f"{result.score:g} points"
-        return Finding(result.student, result.score == 0, found, "0 points", [])
-    found = f"loses {', '.join(check.name for check in lost) or 'nothing'}"
-    expected = f"loses {', '.join(loses) or 'nothing'}"
-    right = {check.name for check in lost} == set(loses) and not result.needs_human
-    return Finding(result.student, right, found, expected, reads)
+    found = [check.name + " (not judged)" * bool(check.needs_human) for check in lost]
+    expected = [check.name for check in result.checks if check.name in loses]
+    said = (f"loses {', '.join(names) or 'nothing'}" for names in (found, expected))
+    return Finding(result.student, *said, reads)
 
 
 def release(
@@ -120,12 +119,13 @@ def record_visible(answer_key: AnswerKey) -> list[dict[str, Any]]:
     The key is executed in the hidden checks, too, on inputs that the lint has not drawn. Raises
     AuthorError.
     """
-    shown, recorded = answer_key.with_seed(SHOWN_SEED), []
-    for check in answer_key.assignment.checks:
-        key = shown.key_results(check)
-        if check.visible:
-            record = base64.b64encode(pack({"inputs": shown.inputs(check), "key": key}))
-            recorded.append({"check": asdict(check), "record": record.decode()})
+    recorded = []
+    with AnswerKey(answer_key.assignment, SHOWN_SEED, answer_key.trust) as shown:
+        for check in answer_key.assignment.checks:
+            key = shown.key_results(check)
+            if check.visible:
+                record = base64.b64encode(pack({"inputs": shown.inputs(check), "key": key}))
+                recorded.append({"check": asdict(check), "record": record.decode()})
     return recorded
 
 

@@ -37,13 +37,12 @@ def write_results(result: Result, folder: Path, fingerprint: str) -> None:
     }
     if not result.needs_human:
         report["score"] = result.score
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=1, ensure_ascii=True)
-    write_whole(folder / RESULTS, text)
+    write_whole(folder / RESULTS, json.dumps(report, indent=1, ensure_ascii=True))
 
 
 def write_whole(path: Path, text: str) -> None:
     """Renamed into place: an interrupted run leaves a whole file, or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.part")
     try:
         unfinished.write_text(text, encoding="utf-8", errors="replace", newline="")
@@ -120,7 +119,6 @@ def write_feedback(result: Result, folder: Path) -> None:
     )
     template = environment.get_template("feedback.html.j2")
     page = template.render(result=result, sentence_of=sentence_of, as_sentence=as_sentence)
-    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / PAGE, page)
 
 
@@ -140,11 +138,10 @@ def write_csv(results: Iterable[Result], path: Path) -> None:
     writer.writerow(head)
     for result in results:
         of = {c.name: "" if c.needs_human else c.score for c in result.checks}
-        row: list[Any] = [result.student, result.id, result.assignment]
-        row += ["" if result.needs_human else result.score, result.points]
+        score = "" if result.needs_human else result.score
+        row = [result.student, result.id, result.assignment, score, result.points]
         row += [of.get(name, "") for name in names]
-        row += [result.needs_human, reasons(result)]
-        row += ["; ".join(result.notes), result.warning]
+        row += [result.needs_human, reasons(result), "; ".join(result.notes), result.warning]
         row += kept.get(as_text(result.student), ("", ""))
         writer.writerow([as_text(cell) if isinstance(cell, str) else cell for cell in row])
     write_whole(path, table.getvalue())

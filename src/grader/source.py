@@ -148,8 +148,7 @@ class _Reader:
         if kind == "given":
             self.givens.append(text)
         elif kind == "common":
-            _magic(text, "%%common", "", where)
-            self.common += without_magic(text) + "\n\n"
+            self.common += _without_magic(text, "%%common", where) + "\n\n"
         elif kind == "solution":
             name = self._new(cell, self.solutions, where)
             self.solutions[name] = _read_solution(name, text, where)
@@ -204,59 +203,42 @@ def source_of(cell: dict[str, Any]) -> str:
     return "".join(source) if isinstance(source, list) else source
 
 
-def without_magic(text: str) -> str:
-    """Without the first line if it is a cell magic, which only a notebook understands."""
+def _without_magic(text: str, magic: str, where: str) -> str:
+    """Without the first line, a cell magic that only a notebook understands."""
     first, _, rest = text.partition("\n")
-    return "\n" + rest if first.startswith("%%") else text
+    if first.strip() != magic:
+        raise SourceError(f"{where}: the first line has to be {magic!r}, as the metadata say")
+    return "\n" + rest
 
 
-def _magic(text: str, magic: str, name: str, where: str) -> None:
-    wanted = f"{magic} {name}".strip()
-    if text.partition("\n")[0].strip() != wanted:
-        raise SourceError(f"{where}: the first line has to be {wanted!r}, as the metadata say")
+def key_and_stub(text: str, where: str = "a solution") -> tuple[str, str]:
+    """A solution cell without its marks, and what is released: each marked part left to write.
 
-
-def make_stub(key: str, where: str = "a solution") -> str:
-    """`key` with every marked part replaced by a NotImplementedError, indented as it was.
-
-    Or by what stands, commented out, between ### RELEASED AS and ### END SOLUTION: code to fix.
+    Or what stands, commented out, between ### RELEASED AS and ### END SOLUTION: code to fix.
     """
-    lines, inside, instead, found = [], False, None, False
-    for line in key.splitlines():
-        indent = line[: len(line) - len(line.lstrip())]
-        if line.strip() == BEGIN:
+    key, stub, inside, instead, found = [], [], False, None, False
+    for line in text.splitlines():
+        mark, indent = line.strip(), line[: len(line) - len(line.lstrip())]
+        if mark == BEGIN:
             inside = found = True
-        elif inside and line.strip() == RELEASED_AS:
+        elif inside and mark == RELEASED_AS:
             instead = []
-        elif inside and line.strip() == END:
-            if instead is None:
-                instead = [f"{indent}# Your code here.", f"{indent}raise NotImplementedError"]
-            lines += instead
+        elif inside and mark == END:
+            write = [f"{indent}# Your code here.", f"{indent}raise NotImplementedError"]
+            stub += write if instead is None else instead
             inside, instead = False, None
         elif instead is not None:
-            lines.append(line.replace("# ", "", 1))
-        elif not inside:
-            lines.append(line)
+            instead.append(line.replace("# ", "", 1))
+        else:
+            key.append(line)
+            stub += [line] * (not inside)
     if not found or inside:
         raise SourceError(f"{where}: mark the student's part with {BEGIN} and {END}")
-    return "\n".join(lines)
-
-
-def make_key(text: str) -> str:
-    """The solution without its marks, and without what is released in its place."""
-    lines, released = [], False
-    for line in text.splitlines():
-        if line.strip() == RELEASED_AS:
-            released = True
-        elif line.strip() == END:
-            released = False
-        elif not released and line.strip() != BEGIN:
-            lines.append(line)
-    return "\n".join(lines)
+    return "\n".join(key), "\n".join(stub)
 
 
 def _read_solution(name: str, text: str, where: str) -> Solution:
-    solution = Solution(name, make_key(text), make_stub(text, where))
+    solution = Solution(name, *key_and_stub(text, where))
     for version, source in (("the key", solution.key), ("the stub", solution.stub)):
         _parsed(source, f"{where}: {version}")
     return solution
@@ -283,8 +265,7 @@ def _read_check(name: str, cell: dict[str, Any], text: str, common: str, where: 
     points = cell["metadata"]["nbgrader"].get("points")
     if not isinstance(points, int | float) or points <= 0:
         raise SourceError(f"{where}: needs points in its nbgrader metadata")
-    _magic(text, "%%check", name, where)
-    return check_of(name, points, without_magic(text), common, where)
+    return check_of(name, points, _without_magic(text, f"%%check {name}", where), common, where)
 
 
 def check_of(name: str, points: float, source: str, common: str, where: str) -> CheckSource:
@@ -298,29 +279,24 @@ def check_of(name: str, points: float, source: str, common: str, where: str) -> 
         if function.partition("(")[0] not in functions:
             raise SourceError(f"{where}: define {function} in the check itself")
     settings = _read_settings(tree, where)
-    solutions, ranks = settings.pop("SOLUTIONS"), settings.pop("RANKS", [])
-    own = {key.lower(): value for key, value in settings.items()}
-    one_line = " ".join(concept.split())
-    return CheckSource(
-        name, points, common + source, one_line, tuple(solutions), ranks=tuple(ranks), **own
-    )
+    if not settings.get("solutions"):
+        raise SourceError(f"{where}: needs SOLUTIONS = [names of the solution cells it runs]")
+    return CheckSource(name, points, common + source, " ".join(concept.split()), **settings)
 
 
 def _read_settings(tree: ast.Module, where: str) -> dict[str, Any]:
     found = {}
     for node in tree.body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if not isinstance(target, ast.Name) or target.id not in _SETTINGS:
             continue
-        name = node.targets[0].id
-        if name in _SETTINGS:
-            try:
-                found[name] = ast.literal_eval(node.value)
-            except ValueError:
-                raise SourceError(f"{where}: {name} has to be a plain constant") from None
-            if not isinstance(found[name], _SETTINGS[name]):
-                raise SourceError(f"{where}: {name} has to be a {_SETTINGS[name].__name__}")
-    if not found.get("SOLUTIONS"):
-        raise SourceError(f"{where}: needs SOLUTIONS = [names of the solution cells it runs]")
+        try:
+            value = ast.literal_eval(node.value)
+        except ValueError:
+            raise SourceError(f"{where}: {target.id} has to be a plain constant") from None
+        if not isinstance(value, kind := _SETTINGS[target.id]):
+            raise SourceError(f"{where}: {target.id} has to be a {kind.__name__}")
+        found[target.id.lower()] = tuple(value) if kind is list else value
     return found
 
 
@@ -329,9 +305,7 @@ def _read_wrong_answer(cell: dict[str, Any], text: str, where: str) -> WrongAnsw
     for key in ("name", "solution", "loses"):
         if not isinstance(own.get(key), str):
             raise SourceError(f"{where}: a wrong answer needs {key!r} in its grader metadata")
-    _magic(text, "%%wrong_answer", own["name"], where)
-    _parsed(without_magic(text), where)
+    source = _without_magic(text, f"%%wrong_answer {own['name']}", where)
+    _parsed(source, where)
     loses = tuple(own["loses"].split(", "))
-    return WrongAnswer(
-        own["name"], own["solution"], without_magic(text), loses, own.get("says", "")
-    )
+    return WrongAnswer(own["name"], own["solution"], source, loses, own.get("says", ""))

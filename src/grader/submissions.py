@@ -4,6 +4,7 @@ Moodle's and Canvas's downloads carry the student's name and number in the names
 folders; both are told apart here.
 """
 
+import contextlib
 import os
 import re
 import unicodedata
@@ -43,17 +44,14 @@ def find_submissions(paths: Iterable[Path], assignment: str = "") -> dict[str, W
     editor's or a system's: skipped. Links are not followed. Raises FileNotFoundError for a path
     that does not exist.
     """
-    found: list[Work] = []
-    alone: list[Path] = []
+    paths = list(paths)
     for path in paths:
-        if path.is_dir():
-            found += _in_folder(path, assignment)
-        elif path.exists() or path.is_symlink():
-            alone.append(path)
-        else:
+        if not path.exists() and not path.is_symlink():
             raise FileNotFoundError(
                 f"there is no {path.absolute()}; pass notebooks, or the folder that holds them"
             )
+    found = [one for path in paths if path.is_dir() for one in _in_folder(path, assignment)]
+    alone = [path for path in paths if not path.is_dir()]
     counts = Counter(file.stem for file in alone)
     found += [
         Work(file.stem if counts[file.stem] == 1 else file.absolute().parent.name, file)
@@ -72,17 +70,15 @@ def find_submissions(paths: Iterable[Path], assignment: str = "") -> dict[str, W
 def _in_folder(top: Path, assignment: str) -> list[Work]:
     """What each student has in `top`: a file there, or a folder with files."""
     files, folders = _visible(top)
-    notebooks = [file for file in files if file.suffix == ".ipynb"]
-    found = [Work(file.stem, file) for file in notebooks]
-    students = {_split(one).student for one in found}
-    for file in files:
-        one = Work(file.stem, file, warning=f"{file.name} is not a notebook")
-        odd = file not in notebooks and file.suffix != ".csv"
-        if odd and _split(one).student not in students:
-            found.append(one)
-    for folder in folders:
-        found += _of_student(folder, assignment)
-    return found
+    notebooks = [Work(file.stem, file) for file in files if file.suffix == ".ipynb"]
+    students = {_split(one).student for one in notebooks}
+    others = [
+        Work(file.stem, file, warning=f"{file.name} is not a notebook")
+        for file in files
+        if file.suffix not in (".ipynb", ".csv")
+    ]
+    odd = [one for one in others if _split(one).student not in students]
+    return notebooks + odd + [one for folder in folders for one in _of_student(folder, assignment)]
 
 
 def _of_student(folder: Path, assignment: str) -> list[Work]:
@@ -96,32 +92,28 @@ def _of_student(folder: Path, assignment: str) -> list[Work]:
         return [Work(folder.name, notebooks[0])]
     if notebooks:
         return [Work(f"{folder.name} {file.stem}", file) for file in notebooks]
-    deeper = [
-        Path(place) / name
-        for below in folders
-        if not below.is_symlink()
-        for place, _, names in os.walk(below)
-        for name in sorted(names)
-        if name.endswith(".ipynb") and not name.startswith(".")
-    ]
+    below = [path.relative_to(folder) for path in sorted(folder.rglob("*.ipynb"))]
+    deeper = [path for path in below if not any(part.startswith(".") for part in path.parts)]
     named = [path for path in deeper if assignment in (path.stem, path.parent.name)]
     if len(named) == 1:
-        return [Work(folder.name, named[0])]
+        return [Work(folder.name, folder / named[0])]
     if len(deeper) == 1:
-        where = f"the notebook was found in {deeper[0].parent.relative_to(folder)}"
-        return [Work(folder.name, deeper[0], warning=where)]
-    if deeper:
-        where = f"{len(deeper)} notebooks in folders below: none was graded"
-        return [Work(folder.name, folder, warning=where)]
-    there = ", ".join(path.name for path in [*files, *folders][:5])
-    return [Work(folder.name, folder, warning=f"no notebook in the folder: {there or 'empty'}")]
+        where = f"the notebook was found in {deeper[0].parent}"
+        return [Work(folder.name, folder / deeper[0], warning=where)]
+    there = ", ".join(path.name for path in [*files, *folders][:5]) or "empty"
+    odd = f"{len(deeper)} notebooks in folders below: none was graded"
+    return [
+        Work(folder.name, folder, warning=odd if deeper else f"no notebook in the folder: {there}")
+    ]
 
 
 def _visible(folder: Path) -> tuple[list[Path], list[Path]]:
     """Files, links and whatever else is there; folders, and links to them."""
     inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    folders = [path for path in inside[:_MOST_FILES] if path.is_dir()]
-    return [path for path in inside[:_MOST_FILES] if path not in set(folders)], folders
+    found: dict[bool, list[Path]] = {False: [], True: []}
+    for path in inside[:_MOST_FILES]:
+        found[path.is_dir()].append(path)
+    return found[False], found[True]
 
 
 def _split(one: Work) -> Work:
@@ -140,9 +132,8 @@ def legible_name(name: str) -> str:
 
     A C locale hands out the bytes of a file's name one by one; here they are letters again.
     """
-    try:
+    with contextlib.suppress(UnicodeEncodeError):  # letters already
         name = os.fsencode(name).decode("utf-8", "replace").replace("\ufffd", "?")
-    except UnicodeEncodeError:  # letters already
-        name = name.encode("utf-8", "replace").decode()
-    name = "".join(c if c.isprintable() else "?" for c in unicodedata.normalize("NFC", name))
+    name = unicodedata.normalize("NFC", name.encode("utf-8", "replace").decode())
+    name = "".join(c if c.isprintable() else "?" for c in name)
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"

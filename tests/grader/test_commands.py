@@ -1,9 +1,7 @@
 """The command line and the notebooks, as an instructor, an author, and a student use them."""
 
 import ast
-import contextlib
 import csv
-import functools
 import json
 import os
 import signal
@@ -13,21 +11,21 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
-import psutil
 import pytest
 from grader_notebooks import FIRST, cell, first_assignment, submission, write
 from nbclient import NotebookClient
 from nbformat import read
 from nbformat.v4 import new_notebook
-from processes import all_gone
+from processes import all_gone, becomes
 
 from grader import batch
 from grader.__main__ import main
+from grader.answer_key import AnswerKey, Outcome
 from grader.batch import grade_all
-from grader.grade import CheckResult, Result
+from grader.grade import CheckResult, Result, grade_together
 from grader.judge import judge
+from grader.merge import Submission
 from grader.sandbox import FORKS, Forks
 from grader.source import read_assignment
 from grader.submissions import Work
@@ -97,46 +95,23 @@ def test_without_bubblewrap_nothing_is_run_unless_told_so(tmp_path, capfd, monke
     assert "bubblewrap is not installed, so nothing was run." in capfd.readouterr().err
 
 
-def test_nbval_judges_what_is_submitted_and_its_kernel_needs_no_port():
-    """Another process may take a port before the kernel opens it."""
-    with judge(["a", "b"]) as one:
-        one.submit(0, "a")
-        while (place := _place_of_a_kernel()) is None:
-            time.sleep(0.05)
-        assert json.loads(place.read_text())["transport"] == "ipc"
-        one.submit(1, "c")
-        assert one.verdicts(threading.Event()) == ({0: True, 1: False}, "")
-
-
-def _place_of_a_kernel():
-    """The file that says how to reach a kernel below this process."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            words = process.cmdline()
-            if "ipykernel_launcher" in words:
-                return Path(words[words.index("-f") + 1])
-    return None
-
-
-@contextlib.contextmanager
-def _judge_that_finds(verdict, printed):
-    """An nbval that says `verdict` of every cell; None: it did not start."""
-
-    class Judge:
-        def submit(self, number, text):
-            pass
-
-        def verdicts(self, stop):
-            found = {} if verdict is None else dict.fromkeys(range(len(printed)), verdict)
-            return found, "nbval did not start"
-
-    yield Judge()
+def test_nbval_judges_what_is_printed():
+    assert judge(["a", "b", "c"], ["a", "c", "c"], threading.Event())[0] == {
+        0: True,
+        1: False,
+        2: True,
+    }
 
 
 @pytest.mark.parametrize(("verdict", "score", "code"), [(None, None, 3), (False, 0, 0)])
 def test_points_come_from_nbval_alone(verdict, score, code, tmp_path, capfd, monkeypatch):
     """The key returns what is right; where nbval says nothing, a person has to look."""
-    monkeypatch.setattr("grader.grade.judge", functools.partial(_judge_that_finds, verdict))
+
+    def judge_all(expected, printed, stop):  # None: nbval did not start
+        found = {} if verdict is None else dict.fromkeys(range(len(printed)), verdict)
+        return found, "nbval did not start"
+
+    monkeypatch.setattr("grader.grade.judge", judge_all)
     monkeypatch.setattr("grader.batch.read_assignment", one_check)
     path = write(submission(first_assignment(), first_assignment().keys()), tmp_path / "a.ipynb")
     command = ["grade", str(path), "--assignment", str(FIRST), "--out", str(tmp_path / "out")]
@@ -151,6 +126,29 @@ def test_points_come_from_nbval_alone(verdict, score, code, tmp_path, capfd, mon
 def one_check(path):
     assignment = read_assignment(path)
     return replace(assignment, checks=(replace(assignment.checks[0], ranks=(2,)),))
+
+
+def test_where_the_grader_fails_at_one_student_the_others_keep_their_points(monkeypatch):
+    """Nor does anybody run again where nbval says nothing of what is judged together."""
+    ran, own = [], one_check(FIRST)
+
+    def checks(sandbox, check, cells, *_):
+        ran.append(cells[-1][1])
+        if "broken" in ran[-1]:
+            raise RecursionError("such as in a walk through what came back")
+        return [Outcome(answer_key.key_results(check)[0])]
+
+    def judges_one(expected, printed, stop):
+        return ({0: True} if len(printed) == 1 else {}), "nbval died"
+
+    monkeypatch.setattr("grader.grade.run_check", checks)
+    monkeypatch.setattr("grader.grade.judge", judges_one)
+    with AnswerKey(own, 1, trust=True) as answer_key:
+        sources = {name: own.keys() | {"each": f"# {name}"} for name in ("ada", "broken", "eve")}
+        results = grade_together([(k, Submission(v)) for k, v in sources.items()], answer_key)
+    assert [one.score for one in results] == [2, 0, 2]
+    assert [one.needs_human for one in results] == [False, True, False]
+    assert len(ran) == 3
 
 
 def test_what_is_finished_is_not_graded_again_and_a_changed_file_is(tmp_path, monkeypatch):
@@ -197,24 +195,31 @@ def test_two_threads_never_parse_at_once(monkeypatch):
     assert max(most) == 1
 
 
-def test_ctrl_c_ends_soon_and_leaves_no_process(tmp_path):
-    source = "import time\ndef average_each(module):\n    time.sleep(1000)\n"
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "source", "begun"),
+    [
+        (signal.SIGINT, "import time\ntime.sleep(1000)\n", "*/ranks-*"),
+        (signal.SIGTERM, first_assignment().stubs()["each"], "*/bench.ipynb"),
+    ],
+)
+def test_ctrl_c_and_sigterm_end_soon_and_leave_no_process_and_no_folder(
+    number, source, begun, tmp_path
+):
     path = write(submission(first_assignment(), {"each": source}), tmp_path / "in" / "a.ipynb")
     command = [*COMMAND, "grade", str(path), "--assignment", str(FIRST), "--trust"]
-    mark = str(tmp_path)
+    mark, temporary = str(tmp_path), tmp_path / "temporary"
+    temporary.mkdir()
     run = subprocess.Popen(
         [*command, "--out", str(tmp_path / "out")],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "GRADER_TEST": mark},
+        env={**os.environ, "GRADER_TEST": mark, "TMPDIR": str(temporary)},
     )
-    bar = ""
-    while "0/1" not in bar:  # it has begun
-        more = run.stderr.read(1)
-        assert more, bar
-        bar += more
-    run.send_signal(signal.SIGINT)
+    assert becomes(lambda: list(temporary.glob(begun)) or run.poll() is not None, within=300)
+    run.send_signal(number)
     _, said = run.communicate(timeout=300)
     assert run.returncode == 130
     assert "the same command continues" in said
     assert all_gone(mark)
+    assert list(temporary.iterdir()) == []

@@ -38,6 +38,7 @@ def on_rank(student, given):
     found = {
         "a user namespace": libc.unshare(0x10000000) == 0,
         "one by clone": libc.syscall({"x86_64": 56}.get(os.uname().machine, 220), 0x10000011, 0, 0, 0, 0) >= 0,
+        "keys of the login": libc.syscall({"x86_64": 250}.get(os.uname().machine, 219), 1, 0) >= 0,
         "System V": libc.shmget(0, 1 << 20, 0o1600) >= 0,
         "shared": tried(lambda: mmap.mmap(-1, 1 << 20)),
         "zeros": tried(of_zeros),
@@ -92,7 +93,7 @@ def outcome_of(source: str, seconds: float = 12) -> Outcome:
 
 
 @pytest.mark.slow
-def test_no_namespace_and_no_memory_that_no_process_owns(teacher):
+def test_no_namespace_no_key_and_no_memory_that_no_process_owns(teacher):
     found = outcome_of(ESCAPES).results
     assert found is not None
     assert all(got == dict.fromkeys(got, "False") for got in found)

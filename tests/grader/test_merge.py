@@ -100,14 +100,30 @@ import abc; abc.ABCMeta("A", (), {})
 import dataclasses; dataclasses.make_dataclass("A", [])
 self._get_backend = 0; group._get_backend("cpu")
 self._set_from_file = 0; storage._set_from_file(1)
+import copy; copy.dispatch_table[Exception] = print
+from math import pi as __reduce__
+import numpy; numpy.test()
+T = torch.Tensor; T.backward = print
+type(p).grad = property(print)
+object.__setattr__(dist, "all_reduce", print)
+replace(dist, print)
+torch.classes.load_library("x.so")
 """.strip().splitlines()
+CHEATS += [
+    "class A(Exception):\n    if 1:\n        def __reduce__(self): return print, ()",
+    "class A(Exception):\n    class __reduce__: pass",
+    "class A:\n    match 1:\n        case __reduce__: pass",
+    "class A:\n    @classmethod\n    def reach(cls): return super().__getattribute__",
+    "class A:\n    @classmethod\n    def put(cls): super().__setattr__(dist, 'all_reduce', print)",
+    "import functools\nfunctools.singledispatch(print).register(print)",
+]
 
 
 @pytest.mark.parametrize("source", CHEATS)
 def test_what_reaches_beyond_a_solution_is_told_with_its_line(source):
     told = unusual(f"x = 1\n{source}", ASSIGNMENT.givens[0])
     assert told
-    assert told[0].startswith("line 2: ")
+    assert "line 1: " not in told[0]
 
 
 @pytest.mark.slow

@@ -56,3 +56,84 @@ def test_a_check_ends_at_the_first_group_of_ranks_that_loses_it_and_not_before()
     with AnswerKey(assignment, fresh_seed(), trust=True) as answer_key:
         assert len(answer_key.wrong_outcomes(sums, check)) == 1
         assert len(answer_key.outcomes(check, right)) == len(check.ranks) == 3
+
+
+def each_average(ranks: int) -> tuple[Assignment, CheckSource]:
+    """The first assignment with this check alone, on that many ranks."""
+    assignment = read_assignment(SOURCES[1])
+    [check] = [one for one in assignment.checks if one.name == "each_average"]
+    check = replace(check, ranks=(ranks,))
+    return replace(assignment, checks=(check,)), check
+
+
+UNUSUAL = """
+def values():
+    got = yield 1
+    return got
+
+async def later(x):
+    return x
+
+display("text")
+three = await later(3)
+
+def average_each(module, right=average_each):
+    made = values()
+    next(made)
+    try:
+        made.send(three)
+    except StopIteration as end:
+        assert end.value == 3
+    right(module)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_only_a_notebook_has_and_generators_run_as_there(ranks):
+    assignment, check = each_average(ranks)
+    with AnswerKey(assignment, fresh_seed()) as answer_key:
+        unusual = assignment.keys() | {"each": assignment.keys()["each"] + UNUSUAL}
+        assert lost(answer_key, check, unusual) == ""
+
+
+# The average, without an all-reduce of its own, somewhere that a dispatch mode does not reach.
+GATHERS = """
+import threading
+
+def gathers(module):
+    for p in module.parameters():
+        if p.grad is not None:
+            dist.all_reduce(torch.zeros_like(p))
+            every = [torch.empty_like(p) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, p.grad)
+            p.grad.copy_(sum(every) / len(every))
+"""
+ELSEWHERE = {
+    "a thread with a run of its own": """
+class Own(threading.Thread):
+    def run(self):
+        gathers(self.module)
+
+def average_each(module):
+    thread = Own()
+    thread.module = module
+    thread.start()
+    thread.join()
+""",
+    "a callback of a future": """
+def average_each(module):
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    future.then(lambda _: gathers(module)).wait()
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_what_threads_and_callbacks_send_is_recorded(where):
+    assignment, check = each_average(2)
+    each = GATHERS + ELSEWHERE[where]
+    with AnswerKey(assignment, fresh_seed(), trust=True) as answer_key:
+        said = lost(answer_key, check, assignment.keys() | {"each": each})
+    assert "bytes by allgather" in said

@@ -7,7 +7,7 @@ import pytest
 from grader_notebooks import ASSIGNMENTS, FIRST, cell, first_assignment
 
 from grader.release import release
-from grader.source import SourceError, kind_of, make_key, make_stub, read_assignment, source_of
+from grader.source import SourceError, key_and_stub, kind_of, read_assignment, source_of
 
 SOURCES = sorted(ASSIGNMENTS.glob("*.ipynb"))
 
@@ -81,7 +81,7 @@ def test_a_stub_keeps_what_is_outside_the_marks_and_the_indentation():
     key = (
         "def f():\n    x = 1\n    ### BEGIN SOLUTION\n    y = 2\n    ### END SOLUTION\n    return x"
     )
-    assert make_stub(key).splitlines() == [
+    assert key_and_stub(key)[1].splitlines() == [
         "def f():",
         "    x = 1",
         "    # Your code here.",
@@ -95,14 +95,14 @@ def test_a_stub_may_be_broken_code_to_mend():
         "def f():\n    ### BEGIN SOLUTION\n    return 1\n    ### RELEASED AS\n"
         "    # for x in y:\n    #     return 2\n    ### END SOLUTION"
     )
-    assert make_stub(key) == "def f():\n    for x in y:\n        return 2"
-    assert make_key(key) == "def f():\n    return 1"
+    stub = "def f():\n    for x in y:\n        return 2"
+    assert key_and_stub(key) == ("def f():\n    return 1", stub)
 
 
 @pytest.mark.parametrize("key", ["x = 1", "### BEGIN SOLUTION\nx = 1", "### END SOLUTION"])
 def test_a_solution_without_both_marks_is_refused(key):
     with pytest.raises(SourceError, match="BEGIN SOLUTION"):
-        make_stub(key)
+        key_and_stub(key)
 
 
 def edited(name, new, old=None):

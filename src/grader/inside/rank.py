@@ -38,15 +38,18 @@ def file_of(cell: str) -> str:
     return f"{_PREFIX}{cell}>"
 
 
-def draw(draws: list[dict[str, Any]]) -> bytes:
-    """The inputs of each draw: {"source", "seed", "world_size"} → one dictionary per rank."""
+def draw(draws: list[dict[str, Any]]) -> list[Any]:
+    """The inputs of each draw: {"source", "seed", "world_size"} → one dictionary per rank.
+
+    All of it is the teacher's code.
+    """
     drawn = []
     for one in draws:
         check = types.ModuleType("check")
         check.__dict__["seen"] = None
         exec(compile(one["source"], "<check>", "exec", dont_inherit=True), check.__dict__)
         drawn.append(check.draw(np.random.default_rng(one["seed"]), one["world_size"]))
-    return pack(drawn)
+    return drawn
 
 
 class RankFailedError(Exception):

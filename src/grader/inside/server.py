@@ -103,6 +103,8 @@ def _serve(link: socket.socket, walled: bool, server: int) -> None:
         _send(link, pack({"begun": True}))
         answer = _answer_of_a_fork(request, link)
         kill_descendants()
+        if walled:
+            walls.empty_temporary()
         _send(link, answer)
 
 
@@ -186,10 +188,9 @@ class _Caller:
 def _answered(request: dict[str, Any]) -> dict[str, Any]:
     if request["call"] == "draw":
         try:
-            [drawn] = run_ranks(draw, 1, request["draws"])
+            return {"drawn": draw(request["draws"])}
         except Exception as error:
             return {"failed": f"{type(error).__name__}: {error}"[:_LONGEST]}
-        return {"drawn": unpack(drawn)}
     for name, source in request["cells"]:
         lines = source.splitlines(keepends=True)
         linecache.cache[file_of(name)] = (len(source), None, lines, file_of(name))

@@ -19,7 +19,8 @@ _ARRAY = "$array"
 _MOST_PARTS = 20_000  # arrays, numbers, strings, lists, and dictionaries of one value
 _LONGEST_KEY = 200  # characters
 _DEEPEST = 20
-_NOT_ONE = (ValueError, KeyError, OSError, MemoryError, RecursionError, zipfile.BadZipFile)
+_NOT_ONE = (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, MemoryError)
+_NOT_ONE += (RecursionError, zipfile.BadZipFile)
 
 
 class ValuesError(ValueError):
@@ -62,21 +63,17 @@ def unpack(data: bytes, most_text: int = LARGEST) -> Any:
 
 
 def _arrays(data: bytes) -> dict[str, np.ndarray]:
-    found = {}
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = archive.infolist()
+    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+        members = archive.zip.infolist()
         # What is stored as it is cannot grow; what is compressed could fill the memory.
         if any(one.compress_type != zipfile.ZIP_STORED for one in members):
             raise ValueError("compressed")
         # Members that overlap would be read again and again.
         if len(members) > _MOST_PARTS or sum(one.file_size for one in members) > len(data):
             raise ValueError("too many arrays, or too large ones")
-        for one in members:
-            content = io.BytesIO(archive.read(one))
-            array = np.lib.format.read_array(content, allow_pickle=False)
-            if array.dtype.kind not in "biufc":
-                raise ValueError("an array of another kind than numbers")
-            found[one.filename.removesuffix(".npy")] = array
+        found = dict(archive)
+    if any(array.dtype.kind not in "biufc" for array in found.values()):
+        raise ValueError("an array of another kind than numbers")
     return found
 
 

@@ -5,12 +5,13 @@ submissions strangers to each other: a new process gets kernel namespaces of its
 every capability before it reads a request, so no line of a student's runs outside of them.
 """
 
+import contextlib
 import ctypes
-import errno
 import fcntl
 import os
 import platform
 import resource
+import shutil
 import socket
 import struct
 import sys
@@ -19,33 +20,30 @@ from pathlib import Path
 from grader.inside.calls import refuse_calls
 from labkit.launch.guard import die_with_parent
 
-TEMPORARY = 128 * 2**20  # bytes of /tmp, and of /dev/shm
 _MIB = 2**20
 _LIMITS = {
-    "RLIMIT_CORE": 0,
-    "RLIMIT_FSIZE": 64 * _MIB,  # of each file, so of each rank's output
-    "RLIMIT_DATA": 2048 * _MIB,  # of each process
-    "RLIMIT_NOFILE": 256,  # each may be a socket, whose buffers count for no process
+    resource.RLIMIT_CORE: 0,
+    resource.RLIMIT_FSIZE: 64 * _MIB,  # of each file, so of each rank's output
+    resource.RLIMIT_DATA: 1024 * _MIB,  # of each process
+    resource.RLIMIT_NOFILE: 256,  # each may be a socket, whose buffers count for no process
 }
+_TEMPORARY = b"mode=1777,size=128M,nr_inodes=10000"  # each inode is memory of the kernel's, too
 MOST_TASKS = 256  # processes and threads of one submission
 _OWN_USER = 1000  # within a namespace of its own
 _COUNTS_BY_NAMESPACE = (5, 14)  # the Linux that counts a user's tasks in each namespace by itself
-# From <sched.h>, <sys/mount.h>, <sys/prctl.h>, <linux/keyctl.h>, <asm/unistd.h>,
-# <linux/capability.h>, and <linux/sockios.h>.
+# From <sched.h>, <sys/mount.h>, <sys/prctl.h>, <linux/capability.h>, and <linux/sockios.h>.
 _NEW_USERS = 0x10000000
 _NEW_MOUNTS, _NEW_IPC, _NEW_PROCESSES, _NEW_NETWORK = 0x00020000, 0x08000000, 0x20000000, 0x40000000
-_NOSUID, _NODEV, _NOEXEC, _RECURSIVE, _PRIVATE = 0x2, 0x4, 0x8, 0x4000, 0x40000
+_NOSUID, _NODEV, _NOEXEC, _BIND, _RECURSIVE, _PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
 _SET_DUMPABLE = 4
-_JOIN_SESSION_KEYRING = 1
-_KEYCTL = {"x86_64": 250, "aarch64": 219}  # the C library has no name for this system call
 _CAPABILITY_VERSION, _CAPABILITY_WORDS = 0x20080522, 6
 _SET_FLAGS, _UP_AND_RUNNING = 0x8914, 0x41
 
 
 def limit() -> None:
     """Limit what this process, and each one that it starts, may use."""
-    for name, most in _LIMITS.items():
-        resource.setrlimit(getattr(resource, name), (most, most))
+    for one, most in _LIMITS.items():
+        resource.setrlimit(one, (most, most))
 
 
 def enter() -> None:
@@ -59,9 +57,10 @@ def enter() -> None:
         os.waitpid(inside, 0)
         os._exit(0)
     _call("mount", None, b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None)
-    for place in (b"/tmp", b"/dev/shm", b"/dev/pts"):
-        options = b"mode=1777,size=%d" % TEMPORARY
-        _call("mount", b"tmpfs", place, b"tmpfs", ctypes.c_ulong(_NOSUID | _NODEV), options)
+    own = ctypes.c_ulong(_NOSUID | _NODEV)
+    _call("mount", b"tmpfs", b"/tmp", b"tmpfs", own, _TEMPORARY)
+    for place in (b"/dev/shm", b"/dev/pts"):
+        _call("mount", b"/tmp", place, None, ctypes.c_ulong(_BIND), None)
     _call("mount", b"proc", b"/proc", b"proc", ctypes.c_ulong(_NOSUID | _NODEV | _NOEXEC), None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sh14x", b"lo", _UP_AND_RUNNING))
@@ -90,7 +89,6 @@ def _give_up_privileges(user: int) -> None:
             Path("/proc/self", name).write_text(f"{_OWN_USER} {own} 1")
         if tuple(map(int, platform.release().split(".")[:2])) >= _COUNTS_BY_NAMESPACE:
             _limit_tasks()
-    _forget_keys()
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     _call("capset", header, bytes(4 * _CAPABILITY_WORDS))
     # None of the ranks may trace this process, or read its memory.
@@ -102,14 +100,14 @@ def _limit_tasks() -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (MOST_TASKS, MOST_TASKS))
 
 
-def _forget_keys() -> None:
-    """Leave the keyring of the caller's login, which may hold tickets, for an empty one."""
-    if number := _KEYCTL.get(platform.machine()):
-        try:
-            _call("syscall", ctypes.c_long(number), _JOIN_SESSION_KEYRING, None)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EPERM):  # nobody has keys here
-                raise
+def empty_temporary() -> None:
+    """Remove what a check has left in /tmp, which could fail the next one, or tell it something."""
+    for one in Path("/tmp").iterdir():
+        with contextlib.suppress(OSError):
+            if one.is_dir() and not one.is_symlink():
+                shutil.rmtree(one, ignore_errors=True)
+            else:
+                one.unlink()
 
 
 def let_own_user_look() -> None:

@@ -74,6 +74,10 @@ _ADVICE = (
     "You can also grade in a container (book/teach/teach.md has the command) or, for your own work "
     "only, say --trust."
 )
+IN_FORCE = (
+    f"In force, per submission: {_MOST_MEMORY >> 30} GiB of memory in all, which was watched (no "
+    f"cgroup), 1 GiB in each process, {_MOST_PROCESSES} processes, and each check's time."
+)
 
 
 class SandboxError(RuntimeError):

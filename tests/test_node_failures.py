@@ -17,7 +17,6 @@ from missing_ranks import Sign, report, report_missing_ranks
 
 LAB = str(project_root() / "labs/when_a_node_fails.py")
 BEHIND = Sign(10, 6, "host1", "step 3: its batch")
-ENDED = 'gone: rank 1 on host0, last seen at "the end"'
 WAITED = 'rank 0 on host0 timed out at "step 3: backward"\n'
 
 

@@ -43,7 +43,6 @@ def version(distribution: str) -> str:
 ONE_PROCESS = "K", "last-window"
 GATHER: dict[str, Any] = {"gather_distributed": True}
 ACROSS: dict[str, Any] = {"gather_across_devices": True}
-CACHED = ACROSS | {"mini_batch_size": 2}
 
 
 def _tokens(

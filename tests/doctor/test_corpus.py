@@ -1,4 +1,4 @@
-"""A part of the corpus, small enough for every change; `score.py` runs all of it."""
+"""A part of the corpus, small enough for every change; `python -m surveys.doctor` runs all of it."""
 
 import pytest
 from doctor.harness.runs import Server

@@ -103,7 +103,6 @@ def test_node_and_python_plan_and_simulate_the_same_steps():
 # The measured steps ------------------------------------------------------------------------------
 
 MODELS = stored(project_root())["models"]
-STACK = MODELS["stack"]
 LINK = {"w": 2, "gbit": 1, "latency": 50, "speed": 1}
 WAYS = [(model, way) for model, kept in MODELS.items() for way in kept["ways"]]
 

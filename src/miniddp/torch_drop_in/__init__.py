@@ -9,7 +9,7 @@ It has the private names that torch's tests, Lightning, Accelerate, and Transfor
 `wrapper`            `DistributedDataParallel(MiniDDP)`: the keywords, comm hooks, copies
 `buffers`            buffer hooks; from which rank buffers are taken
 `delayed`            parameters that are reduced late
-`reducer`            `TorchReducer`: comm hooks, skipped buckets, RPC, times, torch's names
+`torch_reducer`      `TorchReducer`: comm hooks, skipped buckets, RPC, times, torch's names
 `fast`               `FastReducer`: parts of a bucket, copied in one call; hooks without a lock
 `static_graph`       `StaticGraphReducer`: every iteration uses the same parameters
 `sparse`             the bucket of a sparse gradient

@@ -1,4 +1,4 @@
-"""Data and random numbers: which rank sees which samples."""
+"""Data: which rank sees which samples."""
 
 from collections.abc import Iterator
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""A part of the corpus, small enough for every change; `python -m surveys.doctor` runs all of it."""
+"""A part of the corpus, small enough for every change. `python -m surveys.doctor` runs it whole."""
 
 import pytest
 from doctor.harness.runs import Server

@@ -74,7 +74,7 @@ def test_a_compiled_wrapper_splits_its_graph_by_the_buckets_and_reduces_as_torch
 
     for ours, theirs in run_ranks(work, 2, timeout=600):
         gradients, graphs, said = ours
-        assert said == []
+        assert set(said) <= set(theirs[2])
         assert graphs == theirs[1] == LAYERS
         for of_ours, of_theirs in zip(gradients, theirs[0], strict=True):
             assert all(map(torch.equal, of_ours, of_theirs))

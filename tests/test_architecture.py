@@ -40,8 +40,8 @@ BUDGETS = (
     Budget("labs/", 3817, 22),
     Budget("book/", 5500, 41),
     Budget("surveys/", 5559, 53),
-    Budget("tests/", 24599, 171),
-    Budget("", 75644, 529),
+    Budget("tests/", 24612, 171),
+    Budget("", 75657, 529),
 )
 MOST_FILES = {"": 610, ".py": 476}  # by the end of their names; outside of surveys
 

@@ -185,6 +185,19 @@ def test_symptoms_are_filtered_by_all_words_and_listed_whole_without_javascript(
     assert 0 < linked.locator(f"{rows}:visible").count() < everything
 
 
+@pytest.mark.parametrize(
+    ("label", "page"),
+    [("two-backwards", "surprises/in_the_step"), ("no-sync-placement", "build/the_wrapper")],
+)
+def test_an_old_address_leads_to_the_page_that_has_its_label_now(
+    site: Path, open_page: OpenPage, label, page
+):
+    opened = open_page(site / PAGES[0]).page
+    opened.goto(f"{(site / 'surprises/in_the_wrapper.html').as_uri()}#{label}")
+    opened.wait_for_url(f"{(site / page).as_uri()}.html#{label}")
+    assert opened.locator(f"#{label}").count() == 1
+
+
 FIGURE = "div.cell_output a.full-figure img"
 
 

@@ -80,44 +80,69 @@ def transformers_detr(case: Deal, rank: int, name: str, summed: bool = False) ->
     return steps(case, rank, scores, loss)
 
 
+def transformers_mask2former(case: Deal, rank: int) -> list[Tensor]:
+    import accelerate
+
+    accelerate.Accelerator(cpu=True)
+    return steps(case, rank, CLASSES + 1, mask2former_loss)
+
+
+def mask2former_loss(logits: Tensor, masks: Tensor, targets: list[Target]) -> Tensor:
+    """The two losses that it divides by the number of masks; a mask has 2 x 2 pixels.
+
+    Each of the points that it draws is the middle of the image.
+    """
+    from transformers.models.mask2former import modeling_mask2former as its
+
+    weights = {"class_weight": 2.0, "mask_weight": 5.0, "dice_weight": 5.0}
+    points = {"train_num_points": 4, "oversample_ratio": 3, "importance_sample_ratio": 0.75}
+    config = SimpleNamespace(num_labels=CLASSES, no_object_weight=0.1, **weights, **points)
+    true = [(one["boxes"] > 0.5).float().unflatten(1, (2, 2)) for one in targets]
+    with mock.patch.object(torch, "rand", lambda *size, **_: torch.full(size, 0.5)):
+        found = its.Mask2FormerLoss(config, {})(
+            masks.unflatten(2, (2, 2)), logits, true, [one["class_labels"] for one in targets]
+        )
+    return 5 * (found["loss_mask"] + found["loss_dice"])
+
+
 def ultralytics_rtdetr(case: Deal, rank: int) -> list[Tensor]:
+    return steps(case, rank, CLASSES, rtdetr_loss)
+
+
+def rtdetr_loss(logits: Tensor, boxes: Tensor, targets: list[Target]) -> Tensor:
     """The losses of a batch are summed, as its model does."""
     from ultralytics.models.utils.loss import RTDETRDetectionLoss
 
     criterion = RTDETRDetectionLoss(nc=CLASSES, use_vfl=True, aux_loss=False)
-
-    def loss(logits: Tensor, boxes: Tensor, targets: list[Target]) -> Tensor:
-        batch: dict[str, Any] = {
-            "cls": torch.cat([one["class_labels"] for one in targets]),
-            "bboxes": torch.cat([one["boxes"] for one in targets]),
-            "gt_groups": [len(one["boxes"]) for one in targets],
-        }
-        return torch.stack(list(criterion((boxes[None], logits[None]), batch).values())).sum()
-
-    return steps(case, rank, CLASSES, loss)
+    batch: dict[str, Any] = {
+        "cls": torch.cat([one["class_labels"] for one in targets]),
+        "bboxes": torch.cat([one["boxes"] for one in targets]),
+        "gt_groups": [len(one["boxes"]) for one in targets],
+    }
+    return torch.stack(list(criterion((boxes[None], logits[None]), batch).values())).sum()
 
 
 def torchvision_fcos(case: Deal, rank: int) -> list[Tensor]:
+    return steps(case, rank, CLASSES + 1, fcos_loss)
+
+
+def fcos_loss(logits: Tensor, boxes: Tensor, targets: list[Target]) -> Tensor:
     """Box q of an image is matched with its q-th target, if there is one."""
     from torchvision.models.detection.fcos import FCOSHead
 
     head = FCOSHead(32, 1, CLASSES)  # groups of 32 channels; only its loss is used
     anchors = torch.tensor([[0.0, 0.0, 1.0, 1.0]]).repeat(QUERIES, 1)
-
-    def loss(logits: Tensor, boxes: Tensor, targets: list[Target]) -> Tensor:
-        outputs = {
-            "cls_logits": logits[..., :CLASSES],
-            "bbox_ctrness": logits[..., CLASSES:],
-            "bbox_regression": boxes,
-        }
-        corners = [
-            {"labels": one["class_labels"], "boxes": torch.cat([b[:, :2] - 0.3, b[:, :2] + 0.3], 1)}
-            for one in targets
-            for b in [one["boxes"]]
-        ]
-        order = torch.arange(QUERIES)
-        matched = [order.where(order < len(one["boxes"]), -1) for one in targets]
-        found = head.compute_loss(corners, outputs, [anchors] * len(targets), matched)
-        return torch.stack(list(found.values())).sum()
-
-    return steps(case, rank, CLASSES + 1, loss)
+    outputs = {
+        "cls_logits": logits[..., :CLASSES],
+        "bbox_ctrness": logits[..., CLASSES:],
+        "bbox_regression": boxes,
+    }
+    corners = [
+        {"labels": one["class_labels"], "boxes": torch.cat([b[:, :2] - 0.3, b[:, :2] + 0.3], 1)}
+        for one in targets
+        for b in [one["boxes"]]
+    ]
+    order = torch.arange(QUERIES)
+    matched = [order.where(order < len(one["boxes"]), -1) for one in targets]
+    found = head.compute_loss(corners, outputs, [anchors] * len(targets), matched)
+    return torch.stack(list(found.values())).sum()

@@ -1,7 +1,6 @@
 """A second program for each cell that is not equal: ratio and cosine by formula.
 
-    python -m surveys.trainers.by_hand              # all trainers that are installed
-    python -m surveys.trainers.by_hand --store      # and print on the page what they confirm
+    python -m surveys.trainers.by_hand [TRAINER …]    # compute, store, print on the page
 
 `formulas` has the formulas. For "no step" and for an error, the line that decides was read.
 """
@@ -9,7 +8,6 @@
 import argparse
 import os
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from surveys.trainers.page import write
@@ -19,18 +17,14 @@ from surveys.trainers.trainers import TRAINERS
 
 # Where a number of steps, or an error, was read: the line that decides.
 DEEPSPEED = "(self.micro_steps + 1) % self.gradient_accumulation_steps() == 0"
+ZERO = "zero1", "zero1-counted", "zero2-counted"
 FASTAI = "if self.count<self.n_acc: raise CancelBatchException()"
 READ = {
     ("torchtune-recipe", "last-window"): "(idx + 1) % self._gradient_accumulation_steps == 0",
     ("litgpt-fit", "last-window"): 'state["iter_num"] % train.gradient_accumulation_iters(…) != 0',
     ("llamafactory-dft", "empty-rank"): "if not valid_mask.any(): return torch.tensor(0.0, …)",
-    (
-        "torchtitan-step",
-        "last-window",
-    ): "except StopIteration: raise DataloaderExhaustedError()",
-    ("deepspeed-zero1", "last-window"): DEEPSPEED,
-    ("deepspeed-zero1-counted", "last-window"): DEEPSPEED,
-    ("deepspeed-zero2-counted", "last-window"): DEEPSPEED,
+    ("torchtitan-step", "last-window"): "except StopIteration: raise DataloaderExhaustedError",
+    **{(f"deepspeed-{one}", "last-window"): DEEPSPEED for one in ZERO},
     ("ignite", "last-window"): "engine.state.iteration % gradient_accumulation_steps == 0",
     ("skorch", "last-window"): "n_train_batches % self.acc_steps == 0",
     ("speechbrain", "last-window"): "(self.step % self.grad_accumulation_factor) == 0",
@@ -53,28 +47,15 @@ def by_hand(name: str, property_: str) -> Found | None:
     return None
 
 
-def store(found: Mapping[tuple[str, str], Found]) -> None:
-    """Both files; the page last."""
-    known = by_hand_stored() | dict(found)
-    kept = [
-        {"trainer": name, "property": one, **known[name, one]}
-        for name, trainer in TRAINERS.items()
-        for one in trainer.family.cases
-        if (name, one) in known
-    ]
-    BY_HAND.write_text(as_json(kept))
-    write(rows())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trainers", nargs="*", metavar="TRAINER", help="default: all installed")
-    parser.add_argument("--store", action="store_true")
-    given = parser.parse_args()
-    names = given.trainers or [name for name, one in TRAINERS.items() if not one.missing()]
+    names = parser.parse_args().trainers or [
+        name for name, one in TRAINERS.items() if not one.missing()
+    ]
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
     warnings.filterwarnings("ignore")
-    known = {}
+    known = by_hand_stored()
     for row in rows():
         for property_, cell in row["cells"].items():
             name = row["trainer"]
@@ -85,8 +66,14 @@ def main() -> None:
             print(f"{name}, {property_}: {found} {said}", flush=True)
             if found:
                 known[name, property_] = found
-    if given.store:
-        store(known)
+    kept = [
+        {"trainer": name, "property": one, **known[name, one]}
+        for name, trainer in TRAINERS.items()
+        for one in trainer.family.cases
+        if (name, one) in known
+    ]
+    BY_HAND.write_text(as_json(kept))
+    write(rows())
 
 
 if __name__ == "__main__":

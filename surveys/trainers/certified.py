@@ -26,20 +26,6 @@ END = "% Until here, by certified.py.\n"
 COMPARED = "WxK", "order", "W=2", "mixed"
 SCRIPT = Path(__file__).with_name("as_script.py")
 AT_A_TIME = 2
-GROUPS = (
-    "So P1 and P3 are equal, but in one process the gradient depends on the order of the samples."
-    " It does so by design: the advantages need the completions of a prompt side by side, and the"
-    " certificate reorders single completions. For trl-grpo, a certificate that was changed to"
-    " keep two neighbors together has the verdict EQUAL."
-)
-# Why the two do not agree.
-OF_TRL = ("grpo", "sapo", "luspo", "rloo", "dr_grpo", "dapo", "cispo", "vespo")
-EXPLAINED = {f"trl-{one}": GROUPS for one in OF_TRL}
-EXPLAINED |= dict.fromkeys(
-    ("deepspeed-zero1", "deepspeed-zero1-counted", "deepspeed-zero2-counted"),
-    "Here it is right: ZeRO gives each rank's optimizer its own part of a flat copy of the"
-    " weights.",
-)
 Row = Mapping[str, Any]
 
 
@@ -82,7 +68,7 @@ def printed() -> str:
     notes: dict[str, list[str]] = {}  # what is said: of which trainers
     for name, row in known.items():
         if agreeing[name] != "agree":
-            said = f"{agreeing[name]}. “{row['why']}” {EXPLAINED.get(name, '')}".rstrip()
+            said = f"{agreeing[name]}. “{row['why']}”"
             notes.setdefault(said, []).append(f"**{name}**")
     counts = (list(agreeing.values()).count(one) for one in ("agree", "disagree", "not judged"))
     counted = "{} of {} trainers were certified: {} agree, {} disagree, {} are not judged.".format(

@@ -11,10 +11,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from surveys.trainers.cases import SAMPLES, Deal
-from surveys.trainers.tiny import Watched, union_loader
+from surveys.trainers.tiny import trained, union_loader
 
 BOXES = [1, 0, 2, 1, 3, 1, 5, 4, 2, 6, 3, 1]
 QUERIES, CLASSES, WIDTH = 8, 5, 8
@@ -42,16 +41,13 @@ def collate(rows: Sequence[tuple[Tensor, Target]]) -> tuple[Tensor, list[Target]
 def steps(case: Deal, rank: int, scores: int, loss_of: Loss) -> list[Tensor]:
     """`loss_of` gets logits (B, QUERIES, scores), boxes (B, QUERIES, 4), and targets."""
     torch.manual_seed(0)
+
+    def loss(net: nn.Module, batch: tuple[Tensor, list[Target]]) -> Tensor:
+        found = net(batch[0]).unflatten(1, (QUERIES, -1))
+        return loss_of(found[..., :scores], found[..., scores:].sigmoid(), batch[1])
+
     net = nn.Linear(WIDTH, QUERIES * (scores + 4))
-    watched = Watched(net)
-    wrapped = DistributedDataParallel(net) if case.world > 1 else net
-    for features, targets in union_loader(case, rank, images(), collate):
-        watched.zero_grad()
-        found = wrapped(features).unflatten(1, (QUERIES, -1))
-        logits, boxes = found[..., :scores], found[..., scores:].sigmoid()
-        loss_of(logits, boxes, targets).backward()
-        watched.step()
-    return watched.judged(case)
+    return trained(case, net, union_loader(case, rank, images(), collate), loss)
 
 
 def transformers_detr(case: Deal, rank: int, name: str, summed: bool = False) -> list[Tensor]:
@@ -60,24 +56,29 @@ def transformers_detr(case: Deal, rank: int, name: str, summed: bool = False) ->
     If `summed`, Accelerate's `reduce` sums the numbers of boxes. By default it averages them.
     """
     import accelerate
-    from transformers.loss import loss_deformable_detr, loss_for_object_detection
+    from transformers.loss import loss_for_object_detection
 
     accelerate.Accelerator(cpu=True)
-    found = {
-        "detr": (CLASSES + 1, loss_for_object_detection.ForObjectDetectionLoss),
-        "deformable-detr": (CLASSES, loss_deformable_detr.DeformableDetrForObjectDetectionLoss),
-    }
-    scores, function = found[name]
-    costs = {"class_cost": 1, "bbox_cost": 5, "giou_cost": 2, "eos_coefficient": 0.1}
-    weights = {"bbox_loss_coefficient": 5, "giou_loss_coefficient": 2, "focal_alpha": 0.25}
-    config = SimpleNamespace(num_labels=CLASSES, auxiliary_loss=False, **costs, **weights)
 
     def loss(logits: Tensor, boxes: Tensor, targets: list[Target]) -> Tensor:
         reduce = partial(accelerate.utils.reduce, reduction="sum" if summed else "mean")
         with mock.patch.object(loss_for_object_detection, "reduce", reduce):
-            return function(logits, targets, logits.device, boxes, config)[0]
+            return detr_losses(name, logits, boxes, targets)[0]
 
-    return steps(case, rank, scores, loss)
+    return steps(case, rank, CLASSES + (name == "detr"), loss)
+
+
+def detr_losses(name: str, logits: Tensor, boxes: Tensor, targets: list[Target]) -> Any:
+    """What transformers returns: the weighted sum, and each loss by name."""
+    from transformers.loss import loss_deformable_detr, loss_for_object_detection
+
+    function = loss_deformable_detr.DeformableDetrForObjectDetectionLoss
+    if name == "detr":
+        function = loss_for_object_detection.ForObjectDetectionLoss
+    costs = {"class_cost": 1, "bbox_cost": 5, "giou_cost": 2, "eos_coefficient": 0.1}
+    weights = {"bbox_loss_coefficient": 5, "giou_loss_coefficient": 2, "focal_alpha": 0.25}
+    config = SimpleNamespace(num_labels=CLASSES, auxiliary_loss=False, **costs, **weights)
+    return function(logits, targets, logits.device, boxes, config)
 
 
 def transformers_mask2former(case: Deal, rank: int) -> list[Tensor]:

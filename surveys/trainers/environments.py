@@ -105,18 +105,14 @@ def compare(names: Sequence[str]) -> int:
     stored = {row["trainer"]: row for row in rows() if row["trainer"] in names}
     found = measure(names, properties())
     before = {
-        (name, one): cell for name, row in stored.items() for one, cell in row["cells"].items()
+        (name, one): of["text"] for name in stored for one, of in stored[name]["cells"].items()
     }
-    changed = {
-        key: before.get(key, {"text": "–"})["text"]
-        for key, cell in found.items()
-        if before.get(key, {"text": ""})["text"] != cell.text
-    }
+    changed = {key: before.get(key, "–") for key in found if before.get(key) != found[key].text}
     print(report(names, properties(), found, changed))
     for name, row in stored.items():
         pins = ", ".join(f"{one} {pin}" for one, pin in row["versions"].items())
         print(f"{name}, stored on {row['date']}: {pins}")
-    print("Each cell is as stored." if not changed else f"{len(changed)} cells are not as stored.")
+    print(f"{len(found) - len(changed)} of {len(found)} cells are as stored.")
     return 1 if changed or {name for name, _ in found} != set(names) else 0
 
 

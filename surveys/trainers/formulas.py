@@ -6,7 +6,6 @@ ranks' optimizer would get, and another one the loss that is wanted.
 """
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -270,20 +269,13 @@ def boxes(own: Sequence[int]) -> int:
 
 def detr(name: str, outputs: Views, own: Sequence[int], deal: Deal) -> Tensor:
     """The number of boxes is averaged over the ranks, and then divided by W again."""
-    from transformers.loss import loss_deformable_detr, loss_for_object_detection
-
     logits, corners = outputs
     targets = [detection.images()[i][1] for i in own]
     factor = boxes(own) / max(1, boxes(ALL) / deal.world**2)
     if name == "transformers-mask2former":
         return detection.mask2former_loss(logits[own], corners[own], targets) * factor
-    config = SimpleNamespace(num_labels=detection.CLASSES, auxiliary_loss=False)
-    vars(config).update(class_cost=1, bbox_cost=5, giou_cost=2, eos_coefficient=0.1)
-    vars(config).update(bbox_loss_coefficient=5, giou_loss_coefficient=2, focal_alpha=0.25)
-    loss = loss_for_object_detection.ForObjectDetectionLoss
-    if name == "transformers-deformable-detr":
-        loss = loss_deformable_detr.DeformableDetrForObjectDetectionLoss
-    total, parts, _ = loss(logits[own], targets, logits.device, corners[own], config)
+    kind = name.removeprefix("transformers-")
+    total, parts, _ = detection.detr_losses(kind, logits[own], corners[own], targets)
     if name == "transformers-deformable-detr":
         return total * factor
     return parts["loss_ce"] + factor * (5 * parts["loss_bbox"] + 2 * parts["loss_giou"])

@@ -1,6 +1,6 @@
 """The tiny model, its batches, the optimizer that keeps gradients, and the wanted gradient."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import (
@@ -136,6 +137,24 @@ def references(case: Case, promise: str, network: str) -> dict[str, list[Tensor]
     }
 
 
+def trained(
+    case: Case | Deal, net: nn.Module, batches: Iterable[Any], loss_of: Callable[..., Tensor]
+) -> list[Tensor]:
+    """A loop under DDP: a step after every K micro-batches, and after the last one.
+
+    `loss_of` gets the network and a batch.
+    """
+    watched = Watched(net)
+    wrapped = DistributedDataParallel(net) if case.world > 1 else net
+    micro_batches = list(batches)
+    for i, batch in enumerate(micro_batches, 1):
+        loss_of(wrapped, batch).backward()
+        if i % case.steps == 0 or i == len(micro_batches):
+            watched.step()
+            watched.zero_grad()
+    return watched.judged(case)
+
+
 class NoStepError(Exception):
     """The optimizer was called more or less often than the case has windows."""
 
@@ -159,7 +178,7 @@ class Watched(torch.optim.SGD):
         self.seen.append(got)
         return loss
 
-    def judged(self, case: Case, sharded: bool = False) -> list[Tensor]:
+    def judged(self, case: Case | Deal, sharded: bool = False) -> list[Tensor]:
         """The gradient of the judged step. Raises NoStepError if it was not taken, and TypeError if
         the parameters should be `sharded` and are not.
         """

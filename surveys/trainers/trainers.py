@@ -171,25 +171,18 @@ RL = {
     "verl-sequences": _aggregation("verl", "seq-mean-token-mean", "sequence mean"),
     "openrlhf-tokens": _aggregation("openrlhf", True, "token mean"),
     "openrlhf-sequences": _aggregation("openrlhf", False, "sequence mean"),
-    "liger-dapo": Trainer(
-        "rl_losses:liger",
-        ("liger_kernel", "transformers"),
-        ("dapo",),
-        "rl",
-        "A × token mean",
-        ("generation",),
-    ),
+    "liger-dapo": _aggregation("liger_kernel", "dapo", "token mean"),
 }
 CLIP, SBERT, PML = "open-clip-torch", "sentence-transformers", "pytorch-metric-learning"
 MNRL = "MultipleNegativesRankingLoss"
 PAIRS = {
-    "open-clip": _pairs("open_clip", CLIP, {}),
-    "open-clip-local": _pairs("open_clip", CLIP, {"local_loss": True}),
-    "open-clip-grad": _pairs("open_clip", CLIP, {"gather_with_grad": True}),
+    "open-clip": _pairs("open_clip", CLIP, "ClipLoss", {}),
+    "open-clip-local": _pairs("open_clip", CLIP, "ClipLoss", {"local_loss": True}),
+    "open-clip-grad": _pairs("open_clip", CLIP, "ClipLoss", {"gather_with_grad": True}),
     "open-clip-local-grad": _pairs(
-        "open_clip", CLIP, {"local_loss": True, "gather_with_grad": True}
+        "open_clip", CLIP, "ClipLoss", {"local_loss": True, "gather_with_grad": True}
     ),
-    "open-clip-siglip": _pairs("open_clip_siglip", CLIP, {}),
+    "open-clip-siglip": _pairs("open_clip", CLIP, "SigLipLoss", {}),
     "lightly-ntxent": _pairs("lightly", "lightly", "NTXentLoss", GATHER),
     "lightly-dcl": _pairs("lightly", "lightly", "DCLLoss", GATHER),
     "lightly-barlow": _pairs("lightly", "lightly", "BarlowTwinsLoss", GATHER),

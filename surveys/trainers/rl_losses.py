@@ -61,7 +61,6 @@ def collate(rows: Sequence[dict[str, Any]], pad: int) -> Batch:
 
 
 def verl(case: Case, rank: int, mode: str) -> list[Tensor]:
-    """Its requirements include ray, so it is in no extra of this project."""
     aggregate = importlib.import_module("verl.trainer.ppo.core_algos").agg_loss
     net = Aggregated(case, lambda loss, mask, **n: aggregate(loss, mask, mode, **n))
     return loop(case, rank, net)

@@ -143,7 +143,7 @@
       const live = html("div", { class: "figure-live" });
       const heading = html("p", { class: "figure-title", id: `${id}-title` }, live);
       heading.textContent = definition.title;
-      html("p", { class: "figure-try", text: definition.tryThis }, live);
+      html("p", { class: "figure-try", text: figure.dataset.try ?? definition.tryThis }, live);
       this.controls = html(
         "div",
         { class: "figure-controls", role: "group", "aria-labelledby": `${id}-title` },

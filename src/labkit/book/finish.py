@@ -18,6 +18,7 @@ from bs4 import BeautifulSoup, Tag
 from fontTools import subset
 from fontTools.ttLib import TTFont
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 from labkit.book.result_tables import show_tables
 from labkit.book.site import pages_of
@@ -197,7 +198,17 @@ def _cut(path: Path, codes: set[int]) -> bytes:
     return out.getvalue()
 
 
+def count_on_each_page(app: Sphinx, env: BuildEnvironment) -> list[str]:
+    """Number the exercises of each page without a chapter number from 1, not through the book."""
+    for kinds in env.toc_fignumbers.values():
+        for numbers in kinds.values():
+            if all(len(number) == 1 for number in numbers.values()):
+                numbers |= {name: (n,) for n, name in enumerate(numbers, 1)}
+    return []
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register the last step of a build with Sphinx."""
+    """Register the numbering, and the last step of a build, with Sphinx."""
+    app.connect("env-get-updated", count_on_each_page, priority=900)  # after Sphinx has counted
     app.connect("build-finished", finish)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -13,10 +13,14 @@ import textwrap
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from bs4 import BeautifulSoup, Tag
 from fontTools import subset
 from fontTools.ttLib import TTFont
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
@@ -31,6 +35,8 @@ SYSTEMS = '(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light
 WIDE = 660
 ICON = re.compile(r'((?:\.fa-[\w-]+:before,?)+)\{content:"\\(\w+)"\}')
 OLD_NAMES = re.compile(r"@font-face\{[^}]*font-family:(FontAwesome|Font Awesome\\ 5)[^}]*\}")
+# A cell of one statement: NAME = """, a script, """.
+SCRIPT = re.compile(r'(\w+) = """\\?\n((?:(?!""").)*)"""\n?', re.DOTALL)
 COLUMNS = re.compile(r"─|\S {2,}\S")
 FONT = re.compile(r'url\(\.\./webfonts/([\w-]+)\.woff2\) format\("woff2"\),url\([^)]+\) [^;}]+')
 
@@ -66,6 +72,7 @@ def finished_page(text: str) -> str:
     _name_things(page)
     _open_figures(page)
     show_tables(page)
+    _show_scripts(page)
     _wrap_sentences(page)
     return str(page)
 
@@ -152,6 +159,25 @@ def _open_figures(page: BeautifulSoup) -> None:
         if width.isdigit() and int(width) > WIDE:
             link["class"].append("wide-figure")
             link["style"] = f"--figure-width: {width}px"
+
+
+def _show_scripts(page: BeautifulSoup) -> None:
+    """A cell that only holds a script, as a string, shows the script in colors, with its file."""
+    for block in page.select("div.cell_input div.highlight pre"):
+        found = SCRIPT.fullmatch(block.get_text())
+        if found is None:
+            continue
+        name, script = f"{found[1].lower()}.py", found[2]
+        colored = highlight(script, PythonLexer(), HtmlFormatter(nowrap=True))
+        block.clear()
+        block.append(BeautifulSoup(colored, "html.parser"))
+        address = f"data:text/x-python;charset=utf-8,{quote(script)}"
+        link = page.new_tag("a", attrs={"href": address, "download": name})
+        link.string = f"Download {name}"
+        caption = page.new_tag("p", attrs={"class": "script-file"})
+        caption.append(link)
+        if cell := block.find_parent(class_="cell_input"):
+            cell.append(caption)
 
 
 def _wrap_sentences(page: BeautifulSoup) -> None:

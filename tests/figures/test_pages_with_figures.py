@@ -19,7 +19,7 @@ def figures_of(page: Path) -> set[str]:
 
 
 PAGES = {
-    p: found for p in [*BOOK.rglob("*.md"), *BOOK.rglob("*.ipynb")] if (found := figures_of(p))
+    p: found for p in [*BOOK.rglob("[!R]*.md"), *BOOK.rglob("*.ipynb")] if (found := figures_of(p))
 }
 
 

@@ -1,6 +1,6 @@
 // The frame of every figure to play with: controls, state, address, and helpers for drawing.
 //
-// A figure is one call of Figures.register (book/teach/authors.md describes it). The frame finds
+// A figure is one call of Figures.register (book/README.md describes it). The frame finds
 // each <figure class="playable" data-figure="NAME"> of the page, replaces its still picture, and
 // calls the figure's draw() after every change of the state. It loads nothing and works from
 // file://.

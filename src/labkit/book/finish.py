@@ -169,8 +169,10 @@ def _show_scripts(page: BeautifulSoup) -> None:
             continue
         name, script = f"{found[1].lower()}.py", found[2]
         colored = highlight(script, PythonLexer(), HtmlFormatter(nowrap=True))
+        # Elsewhere than in <pre>, the parser would shorten the indentation.
+        shown = BeautifulSoup(f"<pre>{colored}</pre>", "html.parser").pre
         block.clear()
-        block.append(BeautifulSoup(colored, "html.parser"))
+        block.extend(list(shown.contents) if shown else [])
         address = f"data:text/x-python;charset=utf-8,{quote(script)}"
         link = page.new_tag("a", attrs={"href": address, "download": name})
         link.string = f"Download {name}"

@@ -41,10 +41,10 @@ def test_a_figure_is_a_link_to_its_file_and_scrolls_on_a_phone_if_it_is_wide():
 
 def test_a_script_in_a_string_is_shown_in_colors_and_can_be_downloaded():
     cell = '<div class="cell_input"><div class="highlight"><pre>{}</pre></div></div>'
-    string = 'TRAIN = """\nimport os\nprint(1 &lt; 2, "x")\n"""\n'
+    string = 'TRAIN = """\nimport os\nif os:\n    print(1 &lt; 2, "x")\n"""\n'
     page = BeautifulSoup(finished_page(cell.format(string)), "html.parser")
     assert page.pre
-    assert page.pre.get_text() == 'import os\nprint(1 < 2, "x")\n'
+    assert page.pre.get_text() == 'import os\nif os:\n    print(1 < 2, "x")\n'
     assert page.select_one("pre span.kn")
     assert page.a
     assert page.a["download"] == "train.py"

@@ -209,21 +209,29 @@ def faults(program: str, seed: int, tables: list[Table]) -> str:
     columns, expected, tolerance = PROGRAMS[program]
     first, last = tables[0], tables[-1]
     wrong = [
-        (name, f"rank {rank}, {name}: {cell} if stopped and resumed, {without} without a stop")
+        (name, rank, f"{cell} if stopped and resumed, {without} without a stop")
         for rank, rows in enumerate(zip(last, first, strict=True))
         for name, cell, without in zip(columns, *rows, strict=True)
         if cell != without
     ] or [
-        (name, f"rank {rank}, {name}: {cell}, and expected {_shown(wanted)}")
+        (name, rank, f"{cell}, and expected {_shown(wanted)}")
         for rank, rows in enumerate(zip(first, expected(seed, len(first)), strict=True))
         for name, cell, wanted in zip(columns, *rows, strict=False)  # no number is a hash
         if not _is(cell, wanted, tolerance)
     ]
     if not wrong:
         return ""
-    named = [name for name, _ in wrong]
-    cause = next(name for name in columns if name in named)
-    return "\n".join([*(f"  {said}" for _, said in wrong), f"Look at {columns[cause]}."])
+    names = [name for name in columns if any(name == found for found, *_ in wrong)]
+    said = [line for name in names for line in _of_ranks(name, len(first), wrong)]
+    return "\n".join([*said, f"Look at {columns[names[0]]}."])
+
+
+def _of_ranks(name: str, world_size: int, wrong: list[tuple[str, int, str]]) -> list[str]:
+    """A line per rank for the column `name`; one line if all ranks have the same."""
+    said = [(rank, text) for column, rank, text in wrong if column == name]
+    if len(said) == world_size and len({text for _, text in said}) == 1:
+        return [f"  every rank, {name}: {said[0][1]}"]
+    return [f"  rank {rank}, {name}: {text}" for rank, text in said]
 
 
 def _shown(wanted: float) -> str:

@@ -143,8 +143,8 @@ PROGRAMS = {
     "mixed": Program(
         {
             "scale": "which steps are skipped, and who tells the scaler that a step has ended",
-            "norm": "the gradient when its norm is taken: its scale, how many micro-batches and steps "
-            "are in it, and whether it is averaged",
+            "norm": "the gradient when its norm is taken: its scale, the micro-batches and steps in it, "
+            "and whether it is averaged",
             "loss": "the weights: what `moved` says",
             "moved": "the limit of the norm, the order of the calls, and what is averaged",
         },

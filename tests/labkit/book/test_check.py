@@ -1,7 +1,6 @@
 """The programs of labs/programs are right, and the check sees every bug that it can plant."""
 
 import argparse
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,8 @@ import torch.distributed as dist
 from labkit.book.check import (
     NAMES,
     Bug,
-    CommandError,
-    NotYetError,
     bugs_of,
-    check,
     faults,
-    main,
     with_bug,
 )
 from labkit.launch import project_root, run_ranks

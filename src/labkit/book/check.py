@@ -223,7 +223,9 @@ def faults(program: str, seed: int, tables: list[Table]) -> str:
         return ""
     names = [name for name in columns if any(name == found for found, *_ in wrong)]
     said = [line for name in names for line in _of_ranks(name, len(first), wrong)]
-    return "\n".join([*said, f"Look at {columns[names[0]]}."])
+    # What a run resumed with has one cause in most columns.
+    cause = "weights" if "weights" in names and "steps" not in names else names[0]
+    return "\n".join([*said, f"Look at {columns[cause]}."])
 
 
 def _of_ranks(name: str, world_size: int, wrong: list[tuple[str, int, str]]) -> list[str]:

@@ -134,8 +134,9 @@ PROGRAMS = {
         {
             "steps": "which batches are trained on, and which are skipped",
             "loss": "the order of the samples, and the random numbers of each rank",
-            "moved": "what the checkpoint holds, and what is loaded from it",
-            "weights": "what the checkpoint holds, and what is loaded from it",
+            "moved": "the order of the samples, and the random numbers of each rank",
+            "weights": "what the checkpoint has of the model, the optimizer, the scheduler, the "
+            "sampler, and each rank's random numbers, and whether all of it is loaded",
         },
         _resumed,
         1e-3,
@@ -143,8 +144,8 @@ PROGRAMS = {
     "mixed": Program(
         {
             "scale": "which steps are skipped, and who tells the scaler that a step has ended",
-            "norm": "the gradient when its norm is taken: its scale, the micro-batches and steps in it, "
-            "and whether it is averaged",
+            "norm": "the gradient when its norm is taken: its scale, whether it is averaged, and "
+            "which micro-batches and steps are in it",
             "loss": "the weights: what `moved` says",
             "moved": "the limit of the norm, the order of the calls, and what is averaged",
         },

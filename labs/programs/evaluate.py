@@ -1,6 +1,6 @@
 """Evaluate on several ranks so that each sample counts once.
 
-    torchrun --nproc-per-node 2 labs/programs/evaluate.py
+    torchrun --standalone --nproc-per-node 2 labs/programs/evaluate.py
 
 `DistributedSampler` gives every rank equally many samples. 97 samples do not divide evenly, so it
 deals the first ones twice. The accuracy and the mean loss have to leave out those repeats.

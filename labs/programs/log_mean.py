@@ -1,6 +1,6 @@
 """Log one mean loss of all ranks, over steps in which the ranks have different counts.
 
-    torchrun --nproc-per-node 2 labs/programs/log_mean.py
+    torchrun --standalone --nproc-per-node 2 labs/programs/log_mean.py
 
 A rank has 1 to 8 samples in a step. The gradient is that of the mean over all samples of the step.
 Every four steps the program logs the mean loss over all samples of these steps, on all ranks.

@@ -1,6 +1,6 @@
 """Mixed precision, accumulation, and clipping in one step: what comes before what.
 
-    torchrun --nproc-per-node 2 labs/programs/mixed.py
+    torchrun --standalone --nproc-per-node 2 labs/programs/mixed.py
 
 A step accumulates three micro-batches in float16, and then: unscale, clip the whole gradient by
 its norm, step, update the scale. Its first scale overflows on purpose: that step is skipped.

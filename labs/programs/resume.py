@@ -1,8 +1,8 @@
 """Stop in the middle of an epoch, resume, and end with the bits of an uninterrupted run.
 
-    torchrun --nproc-per-node 2 labs/programs/resume.py
-    torchrun --nproc-per-node 2 labs/programs/resume.py --checkpoint /tmp/a.pt --stop 8
-    torchrun --nproc-per-node 2 labs/programs/resume.py --checkpoint /tmp/a.pt
+    torchrun --standalone --nproc-per-node 2 labs/programs/resume.py
+    torchrun --standalone --nproc-per-node 2 labs/programs/resume.py --checkpoint /tmp/a.pt --stop 8
+    torchrun --standalone --nproc-per-node 2 labs/programs/resume.py --checkpoint /tmp/a.pt
 
 The third command finds the checkpoint of the second, and prints the table of the first. The table
 has one row per rank: the steps taken, the last batch's loss, how far the weights have moved from

@@ -19,6 +19,7 @@ not, and 2 for a command that makes no sense.
 
 import argparse
 import math
+import os
 import random
 import re
 import sys
@@ -112,12 +113,15 @@ def plant(file: Path, number: int) -> str:
     planted = with_bug(file.read_text(), bugs[number % len(bugs)])
     copy = project_root() / "notebooks" / f"{program}_{number}.py"
     if copy.exists():
-        raise CommandError(f"{copy} is there already: remove it, or choose another number.")
+        raise CommandError(
+            f"{os.path.relpath(copy)} is there already: remove it, or choose another number."
+        )
     copy.parent.mkdir(exist_ok=True)
     copy.write_text(planted)
+    here, python = os.path.relpath(copy), os.path.relpath(sys.executable)
     return (
-        f"{copy} has a bug. Find and repair it; then run\n"
-        f"    python -m labkit.book.check {copy.relative_to(project_root())}"
+        f"{here} has a bug. Find it, repair it there, and run\n"
+        f"    {python} -m labkit.book.check {here}"
     )
 
 

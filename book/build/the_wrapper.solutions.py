@@ -253,44 +253,7 @@ class NeverExpects(WithUnused):
         self.prepare()
 
 
-# %% check_invariants right: a DDP of its own, averaging in a callback
-class OwnAverage(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module, self.sync = module, True
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
-        for parameter in module.parameters():
-            parameter.register_hook(self.first_gradient)
-
-    def forward(self, *inputs):
-        self.waiting = self.sync and torch.is_grad_enabled()
-        return self.module(*inputs)
-
-    def first_gradient(self, gradient):
-        if self.waiting:
-            self.waiting = False
-            torch.autograd.Variable._execution_engine.queue_callback(self.average)
-
-    @torch.no_grad()
-    def average(self):
-        for parameter in self.module.parameters():
-            has = torch.tensor(float(parameter.grad is not None))
-            dist.all_reduce(has)
-            if has:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                parameter.grad *= 1 / dist.get_world_size()
-                dist.all_reduce(parameter.grad)
-
-    @contextmanager
-    def no_sync(self):
-        self.sync = False
-        yield
-        self.sync = True
-
-
-# %% check_invariants wrong: the same, without rank 0's weights
+# %% check_invariants wrong: a DDP of its own, without rank 0's weights
 class OwnStartToo(nn.Module):
     no_sync = WithNoSync.no_sync
     sync = True

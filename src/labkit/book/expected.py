@@ -77,7 +77,7 @@ def _mixed(seed: int, world_size: int) -> list[Row]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
     held_out, start, generators = torch.randn(64, 6), _weights(model), _generators(seed, world_size)
-    norm = 0.0
+    norms: list[float] = []
     for step in range(6):
         of_ranks = [torch.randn(4, 6, generator=own) for own in generators for _ in range(3)]
         inputs = torch.cat(of_ranks)
@@ -85,13 +85,13 @@ def _mixed(seed: int, world_size: int) -> list[Row]:
             continue
         loss = cross_entropy(model(inputs), _labels(inputs))
         gradients = torch.autograd.grad(loss, list(model.parameters()))
-        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+        norms.append(torch.cat([gradient.flatten() for gradient in gradients]).norm().item())
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= 0.5 * gradient * min(1.0, 0.1 / norm)
+                parameter -= 0.5 * gradient * min(1.0, 0.1 / norms[-1])
     with torch.no_grad():
         loss = cross_entropy(model(held_out), _labels(held_out))
-    return [[1024, norm, loss.item(), (_weights(model) - start).norm().item()]] * world_size
+    return [[1024, norms[0], loss.item(), (_weights(model) - start).norm().item()]] * world_size
 
 
 def _resumed(seed: int, world_size: int) -> list[Row]:
@@ -124,7 +124,7 @@ PROGRAMS = {
     "evaluate": Program(
         {
             "samples": "which samples a rank gets twice, and whether it leaves them out",
-            "accuracy": "what is added up, over which ranks, and what the sum is divided by",
+            "accuracy": "what is added up, over which ranks, the divisor, and what the model draws",
             "loss": "a batch's loss (a sum or a mean), the divisor, and what the model draws",
         },
         _evaluated,
@@ -143,14 +143,15 @@ PROGRAMS = {
     ),
     "mixed": Program(
         {
-            "scale": "which steps are skipped, and who tells the scaler that a step has ended",
+            "scale": "which steps are skipped, what an overflow leaves behind, and who tells the "
+            "scaler that a step has ended",
             "norm": "the gradient when its norm is taken: its scale, whether it is averaged, and "
-            "which micro-batches and steps are in it",
-            "loss": "the weights: what `moved` says",
+            "which micro-batches are in it",
+            "loss": "the limit of the norm, the order of the calls, and what is averaged",
             "moved": "the limit of the norm, the order of the calls, and what is averaged",
         },
         _mixed,
-        0.02,
+        0.005,
     ),
     "log_mean": Program(
         {

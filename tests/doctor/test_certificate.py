@@ -124,6 +124,7 @@ CHANGED = [
     ("marked", "(loss * dist.get_world_size() / count)", "(loss / rows)", "different"),
     ("passes_divided_by_ranks", "model(x), y)", 'model(x), y, reduction="sum")', "not judged"),
     ("passes_divided_by_ranks", "/ passes", '/ (passes * int(os.environ["WORLD_SIZE"]))', "scaled"),
+    ("passes_that_use_different_blocks", "k == 0", "k < 2", "different"),
     ("evaluates_between_steps", "dist.get_world_size()", "1", "equal"),
     ("sharded_after_meta", "manual_seed(dist.get_rank())", "manual_seed(0)", "equal"),
 ]

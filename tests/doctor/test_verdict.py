@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from doctor.noted import rows_of
+from doctor.noted import pairs_of, rows_of
 
 from ddp_doctor.certificate.measure import HALF, compare, shares
 from ddp_doctor.certificate.plan import (
@@ -92,6 +92,14 @@ def unequal(**again: Any) -> dict[str, list[dict[str, Any]]]:
 def untrained(second: float) -> dict[str, list[dict[str, Any]]]:
     ours, theirs, own = ({"untrained": {"book": torch.ones(4) * n}} for n in (1.0, 2.0, second))
     return {OWN: [ours, own], COPIES: [ours, theirs]}
+
+
+def of_a_constant(constant: float, columns: int = 1) -> dict[str, list[dict[str, Any]]]:
+    """A sum over two samples of each rank, divided by a constant."""
+    loss = pairs_of(torch.ones(2), torch.ones(2)) | {"targets": 2 * columns}
+    own = {"seen": [*SEEN, loss], "scales": {("train.py:4", 0): constant}}
+    one = gradient(2, 2, 2, 2) | {"seen": [*SEEN, loss, loss]}
+    return {OWN: [own | {"one": one}, own], TWICE: [gradient(4, 4, 4, 4)] * 2}
 
 
 def one_count() -> dict[str, list[dict[str, Any]]]:
@@ -224,6 +232,18 @@ JUDGED = {
         {OWN: [{"scales": {("train.py:4", 0): 8.0}}] * 2, TWICE: [gradient(2, 2, 2, 2)] * 2},
         "not judged",
         "divided by 8 at train.py:4: a constant",
+    ),
+    "a sum divided by the rows of each rank": (of_a_constant(2), "equal", "that mean is meant"),
+    "a sum divided by the rows of all ranks": (of_a_constant(4), "not judged", "whose meaning"),
+    "a sum divided by the targets of each rank, as many as all ranks' rows": (
+        of_a_constant(4, columns=2),
+        "not judged",
+        "whose meaning decides",
+    ),
+    "a mean that was not shown to be one": (
+        {OWN: SAME},
+        "equal",
+        "computes the same gradient, if the loss is a mean",
     ),
     "a gradient that stays with twice the samples": (
         {OWN: [{"scales": {("train.py:4", 0): 8.0}}] * 2, TWICE: SAME},

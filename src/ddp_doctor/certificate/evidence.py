@@ -1,6 +1,7 @@
 """What both parts of a certificate wrote: steps side by side, and what speaks against comparing."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Literal
@@ -10,7 +11,17 @@ from torch import Tensor
 
 from ddp_doctor.certificate.measure import HALF, TOLERANCE, Comparison, Gradients, compare
 from ddp_doctor.certificate.plan import AGAIN, COPIES, DEAL, OWN, TWICE
-from ddp_doctor.certificate.premises import MARK, Doubt, other_counts, parted, same_totals
+from ddp_doctor.certificate.premises import (
+    LOSS,
+    MARK,
+    MODEL,
+    OUTPUT,
+    Doubt,
+    other_counts,
+    other_outputs,
+    parted,
+    same_totals,
+)
 from ddp_doctor.certificate.record import Seen, Step, Steps
 
 ELSEWHERE = "This step did not get its samples at the places where the first step did."
@@ -37,6 +48,10 @@ FROZEN = "Parameters without requires_grad have other values in one process. See
 SENT = (
     "At {}, all ranks have the same tensor: one rank sends it, or all draw it alike. Whether its "
     "rows belong to the samples, and move with them, is not known."
+)
+OF_A_PASS = (
+    "At {}, the same samples have other outputs in another backward pass. So the model depends on "
+    "the pass, or on which samples share it, and another deal over the passes says nothing."
 )
 ROUNDING = 8  # times the precision of a weight: what may lie between equal weights
 
@@ -194,6 +209,28 @@ class Evidence:
         others = [(key[0], sides[0][key], sides[1][key]) for key in both]
         return same, [other for other in others if other[1] != other[2]]
 
+    def counts(self, rank: int | None = None) -> dict[str, int]:
+        """How many samples all ranks, or one, may be said to have in the first step, by what is
+        counted. If no loss is seen, its targets may be as many as the model's outputs.
+        """
+        found: Counter[str] = Counter()
+        every = self.seen(self.ranks, OWN)
+        seen = self.all_seen(self.ranks, OWN) if rank is None else every[rank]
+        models = [note["key"] for note in seen if note["what"] == MODEL]
+        for note in (note for note in seen if note["what"] == LOSS):
+            found["rows of the losses"] += len(note["out"])
+            found["targets"] += note["targets"]
+            found["targets that are not ignored"] += int(note["kept"].sum())
+        of_losses = bool(found)
+        for note in seen:
+            if note["what"] == MODEL and note["key"] == models[0]:
+                found["rows that the model gets"] += len(note["rows"])
+            elif note["what"] == OUTPUT and note["key"] == "0" and not of_losses:
+                sizes = [note["rows"], *note["columns"]]
+                for dims in range(1, len(sizes) + 1):
+                    found[f"outputs in {dims} dimensions"] += math.prod(sizes[:dims])
+        return found
+
     def scaled_by_world(self, kind: str) -> bool:
         """Whether one process scales a loss or a gradient by a multiple of the number of ranks.
 
@@ -270,7 +307,14 @@ class Evidence:
             return Doubt(IN_ORDER)
         if not same_totals(*(self.seen(self.ranks, step_kind)[0] for step_kind in (DEAL, OWN))):
             return Doubt(ELSEWHERE)
-        return self.parted((self.ranks, DEAL), (self.ranks, OWN))
+        return self.parted((self.ranks, DEAL), (self.ranks, OWN)) or self.of_a_pass
+
+    @cached_property
+    def of_a_pass(self) -> Doubt | None:
+        """Where outputs for the same samples depend on the pass that they are in."""
+        dealt = [self.all_seen(self.ranks, kind) for kind in (DEAL, OWN)]
+        where = other_outputs(*dealt) if self.micros > 1 else ""
+        return Doubt(OF_A_PASS.format(where), excuses=True) if where else None
 
     def parted(self, first: tuple[Steps, str], second: tuple[Steps, str]) -> Doubt | None:
         """Where the samples of two steps are not the same. Ranks that all see the same are one."""

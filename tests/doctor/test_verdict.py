@@ -147,7 +147,7 @@ JUDGED = {
     "a count of one rank's that one process has": (
         one_count(),
         "not judged",
-        "16 is the ranks' result, 8 that of one process",
+        "the ranks reduced to 16, and one process to 8",
     ),
     "a deal that matters to the ranks": (
         {OWN: SAME, DEAL: [TURNED | LIKE_ONE, TURNED]},

@@ -130,7 +130,7 @@ def other_numbers(ours: Iterable[Seen], theirs: Iterable[Seen]) -> str:
         a, b = one["values"], other["values"]
         if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-4, equal_nan=True):
             first, second = (", ".join(f"{v:.5g}" for v in x[:4].tolist()) for x in (a, b))
-            return f"At {one['place']}, {first} is the ranks' result, {second} that of one process."
+            return f"At {one['place']}, the ranks reduced to {first}, and one process to {second}."
     return ""
 
 

@@ -681,7 +681,7 @@ class Judgment:
             notes.append(f"P3 is {_times(p3)}: the loss grows with the number of samples.")
         if self.failed_ranks:
             notes.append(f"The ranks failed: {self.failed_ranks}. What followed is not compared.")
-        if evidence.micros > 1 and evidence.passes == 1:
+        if evidence.micros > 1 and evidence.passes == 1 and self.mean is None:
             notes.append(K_NOT_MEASURED)
         if not any(step.cleared for step in evidence.ranks.values()):
             notes.append(NEVER_CLEARED)

@@ -18,11 +18,18 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Worst:
-    """The parameter that is furthest off."""
+    """The parameter that is furthest off. The ratio is 0 or infinite if one of its gradients is
+    zero, or so small beside the whole gradient that it is rounding.
+    """
 
     name: str
     ratio: float
     cosine: float
+
+    def __str__(self) -> str:
+        if not self.ratio or math.isinf(self.ratio):
+            return f"{self.name}, whose gradient is zero or rounding in one of the two only"
+        return f"{self.name}, ratio {self.ratio:.4f}, cosine {self.cosine:.4f}"
 
 
 @dataclass(frozen=True)
@@ -129,10 +136,8 @@ class Certificate:
             repeated = one.judged or one.why == self.why
             said = TITLES[one.name] if repeated else f"{TITLES[one.name]}. {one.why}"
             out += textwrap.wrap(said, width, initial_indent=INDENT, subsequent_indent=INDENT)
-        worst = self.worst
-        if worst is not None and self.verdict != "equal":
-            numbers = f"ratio {worst.ratio:.4f}, cosine {worst.cosine:.4f}"
-            out.append(f"  worst parameter: {worst.name}, {numbers}")
+        if self.worst is not None and self.verdict != "equal":
+            out.append(f"  worst parameter: {self.worst}")
         if self.noise is not None:
             out.append(f"  noise: less than {10 ** math.ceil(math.log10(max(self.noise, 1e-6))):g}")
         out += ["", *[line for note in self.notes for line in textwrap.wrap(note, width)]]

@@ -381,6 +381,12 @@ def test_an_error_of_two_percent_is_neither_equal_nor_a_factor(
     assert compare({"w": wanted * 1.004}, {"w": wanted}, {}, HALF).kind == "equal"
 
 
+def test_a_parameter_whose_gradient_is_rounding_in_one_of_two_has_no_ratio() -> None:
+    sides = [{"w": torch.ones(4), "b": torch.tensor([bias])} for bias in (1.0, 1e-8)]
+    for got, wanted in (sides, sides[::-1]):
+        assert str(compare(got, wanted, {}).worst).startswith("b, whose gradient is zero or round")
+
+
 @pytest.mark.parametrize(
     ("gradients", "said"), [({"0.0": torch.zeros(2)}, "is zero"), ({}, "get no gradient")]
 )

@@ -276,8 +276,8 @@ def scheduler_steps_per_rank(run: Run, steps: list[Step]) -> Iterator[Finding]:
             how = f"its schedule has {total}" if over else f"its rate was 0 after {ended} of them"
             yield finding(
                 "scheduler_steps_per_rank",
-                f"In {taken} optimizer steps of {run.world} ranks, the scheduler stepped {count} times, "
-                f"and {how}.",
+                f"In {taken} optimizer steps of {run.world} ranks, the scheduler stepped {count} "
+                f"times, and {how}.",
                 last["place"],
                 "Do not pass the scheduler to prepare(), or give it world_size times as many steps "
                 "(accelerate: split_batches, step_scheduler_with_optimizer).",

@@ -191,8 +191,8 @@ class Evidence:
         if self.other_shapes((self.one, OWN), (self.one, TWICE)) or self.unsteady:
             return None
         found = self.compared((self.one, TWICE), (self.one, OWN))
-        gaps = found.by_optimizer(self.tolerance).values()
-        if any(gap.verdict == "scaled" and abs(gap.ratio - 2) < 0.01 for gap in gaps):
+        each = found.by_optimizer(self.tolerance)
+        if any(one.kind == "scaled" and abs(one.ratio - 2) < 0.01 for one in each):
             return "sum"
         return "mean" if found.kind == "equal" else None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_doctor.facts.certificate import Gap, Kind, Worst
+from ddp_doctor.facts.certificate import Kind, Worst
 
 Gradients = Mapping[str, Tensor]
 TOLERANCE = 1e-3  # relative; float32 sums in another order stay far below it
@@ -43,21 +43,12 @@ class Comparison:
     def worst(self) -> Worst | None:
         return next(iter(self.by_worst), None)
 
-    @property
-    def gap(self) -> Gap:
-        return Gap(self.kind, self.ratio, self.cosine)
-
-    def by_optimizer(self, tolerance: float) -> dict[int, Gap]:
+    def by_optimizer(self, tolerance: float) -> "list[Comparison]":
         """The same for each optimizer's parameters."""
         found: dict[int, list[Row]] = {}
         for row in self.rows:
             found.setdefault(int(row.key.partition(".")[0]), []).append(row)
-        return {at: judged(rows, tolerance).gap for at, rows in found.items()}
-
-    def by_parameter(self, tolerance: float) -> dict[str, Gap]:
-        """The same for each parameter that had a gradient."""
-        rows = [row for row in self.rows if row.got or row.wanted]
-        return {row.name: judged([row], tolerance).gap for row in rows}
+        return [judged(rows, tolerance) for rows in found.values()]
 
 
 def compare(

@@ -32,7 +32,7 @@ from ddp_doctor.certificate.plan import WORLD as WORLD_FILE
 from ddp_doctor.certificate.premises import MARK, Doubt, other_numbers
 from ddp_doctor.certificate.record import Step, Steps, read
 from ddp_doctor.certificate.samples import Recorded, same
-from ddp_doctor.facts.certificate import TITLES, Certificate, LeadsTo, Measured, Property
+from ddp_doctor.facts.certificate import TITLES, Certificate, Property
 
 FLAT = (
     "Each rank holds parameters of other shapes than one process: the model is cut by hand or by "
@@ -199,7 +199,6 @@ class Judgment:
         self.loss_is_a = evidence.loss_is_a()
         self.mean = self._of_all_ranks() if self.loss_is_a == "sum" else None
         self.of_a_pass: Doubt | None = None  # why P2 is not judged, if the passes are not alike
-        self.gaps: dict[str, Comparison] = {}
         self.shares: tuple[float, float] | None = None
         replicas = self._replicas()
         if replicas is None or not replicas.judged or replicas.verdict == "equal":
@@ -223,29 +222,9 @@ class Judgment:
             [row for name, row in self.table.items() if name in TITLES],
             self._notes(),
             failed_ranks,
-            self._measured(chosen),
-        )
-
-    def _measured(self, chosen: Property) -> Measured:
-        evidence = self.evidence
-        gaps = {name: found.gap for name, found in self.gaps.items()}
-        whole = self.gaps.get("P1")
-        one = evidence.one.get((0, 0, OWN))
-        apart = [self.table[name] for name in ("start", "later") if name in self.table]
-        return Measured(
-            evidence.world,
-            evidence.micros,
-            passes_of_one=one.backwards if one else None,
-            p1=gaps.get("P1"),
-            p2=gaps.get("P2"),
-            p3=gaps.get("P3"),
-            usual=gaps.get("usual"),
-            optimizers=whole.by_optimizer(evidence.tolerance) if whole else {},
-            parameters=whole.by_parameter(evidence.tolerance) if whole else {},
-            shares=self.shares,
-            loss_is_a=self.loss_is_a,
-            diverges=any(row.verdict == "different" for row in apart),
-            leads_to=_leads_to(chosen),
+            chosen.condition,
+            self.loss_is_a,
+            self.shares,
         )
 
     def _of_other_parameters(self) -> Step | None:
@@ -419,9 +398,7 @@ class Judgment:
         """
         if broken := [row.name for row in found.rows if not math.isfinite(row.gap)]:
             return Property(name, "not judged", f"Here, a {BROKEN.format(broken[0])}")
-        if doubt is None or not (doubt.violated or found.kind != "equal"):
-            self.gaps[name] = found
-        elif doubt is not None:
+        if doubt is not None and (doubt.violated or found.kind != "equal"):
             return Property(name, "not judged", self.evidence.advised(doubt))
         factor = called(found.ratio, self.evidence.world) if found.kind == "scaled" else None
         numbers = (found.ratio, found.cosine, factor, found.worst)
@@ -718,12 +695,6 @@ VERDICTS: tuple[Callable[[Judgment], Decision | None], ...] = (
     Judgment.differs_as_it_is,
     Judgment.equal,
 )
-
-
-def _leads_to(chosen: Property) -> LeadsTo:
-    if chosen.verdict == "equal":
-        return "conditional" if chosen.condition else "equal"
-    return "found" if chosen.judged else "not judged"
 
 
 def _if(conditions: list[str]) -> str:

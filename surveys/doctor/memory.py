@@ -9,12 +9,15 @@ model is printed as a unit.
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 SCRIPT = """
 import torch
@@ -68,25 +71,13 @@ def measured(command: list[str]) -> tuple[float, float]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
-            peak = max([peak, *map(resident, descendants(process.pid))])
+            with contextlib.suppress(psutil.Error):
+                own = psutil.Process(process.pid)
+                peak = max([peak, *(resident(one.pid) for one in own.children(recursive=True))])
             time.sleep(0.05)
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
     return peak / 1e3, time.monotonic() - began
-
-
-def descendants(of: int) -> set[int]:
-    """A process, and all that it and those have started."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # it has ended
-    found = {of}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
 
 
 def resident(pid: int) -> int:

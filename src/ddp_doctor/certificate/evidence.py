@@ -15,7 +15,6 @@ from ddp_doctor.certificate.premises import (
     LOSS,
     MARK,
     MODEL,
-    OUTPUT,
     Doubt,
     other_counts,
     other_outputs,
@@ -211,24 +210,18 @@ class Evidence:
 
     def counts(self, rank: int | None = None) -> dict[str, int]:
         """How many samples all ranks, or one, may be said to have in the first step, by what is
-        counted. If no loss is seen, its targets may be as many as the model's outputs.
+        counted.
         """
         found: Counter[str] = Counter()
         every = self.seen(self.ranks, OWN)
         seen = self.all_seen(self.ranks, OWN) if rank is None else every[rank]
-        models = [note["key"] for note in seen if note["what"] == MODEL]
         for note in (note for note in seen if note["what"] == LOSS):
             found["rows of the losses"] += len(note["out"])
             found["targets"] += note["targets"]
             found["targets that are not ignored"] += int(note["kept"].sum())
-        of_losses = bool(found)
-        for note in seen:
-            if note["what"] == MODEL and note["key"] == models[0]:
-                found["rows that the model gets"] += len(note["rows"])
-            elif note["what"] == OUTPUT and note["key"] == "0" and not of_losses:
-                sizes = [note["rows"], *note["columns"]]
-                for dims in range(1, len(sizes) + 1):
-                    found[f"outputs in {dims} dimensions"] += math.prod(sizes[:dims])
+        inputs = [note for note in seen if note["what"] == MODEL]
+        for note in (note for note in inputs if note["key"] == inputs[0]["key"]):
+            found["rows that the model gets"] += len(note["rows"])
         return found
 
     def scaled_by_world(self, kind: str) -> bool:

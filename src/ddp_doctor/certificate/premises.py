@@ -74,7 +74,7 @@ class Premises:
             if rows.dim() > 1 and rows.is_floating_point():
                 rows = rows @ _noise(rows.shape[-1]).to(rows)
             out, columns = rows.flatten().cpu().double(), list(one.shape[1:])
-            self._note(OUTPUT, f"{at}", out=out, columns=columns, rows=len(one))
+            self._note(OUTPUT, f"{at}", out=out, columns=columns)
 
     def loss(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A loss of outputs and targets, both with one sample per row."""

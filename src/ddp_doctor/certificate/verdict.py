@@ -436,28 +436,26 @@ class Judgment:
     def _of_all_ranks(self) -> str | None:
         """That the one constant that divides a sum makes it the mean over what all ranks have.
 
-        None if it does not, or if it fits another count, too, by a factor of W: then its meaning
-        decides.
+        None if it does not, or if the constant is a number of one rank and one of all ranks, too:
+        then its meaning decides.
         """
-        evidence = self.evidence
-        if evidence.passes > 1 or not evidence.of_rank_0(evidence.ranks, OWN):
+        evidence, world = self.evidence, self.evidence.world
+        same, others = evidence.divisors()
+        if evidence.passes > 1 or len(same) != 1 or any(of_one != 1 for *_, of_one in others):
             return None
-        scales = evidence.last(evidence.one, OWN).scales
-        constants = [(place[0], number) for place, number in scales.items() if number != 1]
-        if len(constants) != 1:
-            return None
-        line, constant = constants[0]
-        ratio = evidence.compared((evidence.ranks, OWN), (evidence.one, OWN)).ratio
+        ((line, constant),) = same.items()
         counts = evidence.counts()
-        fits = {name: ratio * count / constant for name, count in counts.items()}
-        right = [name for name, factor in fits.items() if abs(factor - 1) < 5e-3]
-        factors = (called(factor, evidence.world) for factor in fits.values())
-        if not right or any(factor in ("W", "1/W") for factor in factors):
+        of_all = [name for name, count in counts.items() if count == constant]
+        of_rank = [name for name, count in counts.items() if count == constant * world]
+        ratio = evidence.compared((evidence.ranks, OWN), (evidence.one, OWN)).ratio
+        ratio *= world if of_rank else 1
+        if bool(of_all) == bool(of_rank) or abs(ratio - 1) > 5e-3:
             return None
+        name, who = (*of_rank, *of_all)[0], "each rank" if of_rank else "all ranks"
         return (
             "With every sample twice, one process's gradient doubles, so the loss is a sum. "
-            f"Divided by {constant:g} at {line}, and combined over the ranks, it is the mean over "
-            f"all {counts[right[0]]} {right[0]} of this step"
+            f"Divided by {constant:g} at {line}, which is the number of {name} on {who}, and "
+            f"combined over the ranks, it is the mean over all {counts[name]} of this step"
         )
 
     def _rows(self, ratio: float | None) -> str:

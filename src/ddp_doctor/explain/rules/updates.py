@@ -273,11 +273,11 @@ def scheduler_steps_per_rank(run: Run, steps: list[Step]) -> Iterator[Finding]:
         )
         over = total is not None and count > total
         if over or ended > 0.25 * count:
-            how = f"its schedule has {total}" if over else f"its rate was 0 after {ended} of them"
+            how = f"its schedule has {total}" if over else f"its rate was 0 {ended} times"
             yield finding(
                 "scheduler_steps_per_rank",
-                f"In {taken} optimizer steps of {run.world} ranks, the scheduler stepped {count} "
-                f"times, and {how}.",
+                f"The scheduler stepped {count} times in {taken} optimizer steps of {run.world} "
+                f"ranks, and {how}.",
                 last["place"],
                 "Do not pass the scheduler to prepare(), or give it world_size times as many steps "
                 "(accelerate: split_batches, step_scheduler_with_optimizer).",

@@ -19,6 +19,7 @@ from grader.grade import Result, fresh_seed, grade_together
 from grader.merge import Submission, read_submission
 from grader.notebook_file import hash_of
 from grader.report import folder_name, read_results, write_csv, write_feedback, write_results
+from grader.sandbox import FORKS
 from grader.source import Assignment, read_assignment
 from grader.submissions import Work
 
@@ -98,6 +99,7 @@ def _graded(
     each = max(1, min(_TOGETHER, -(-len(waiting) // jobs)))
     parts = [waiting[first : first + each] for first in range(0, len(waiting), each)]
     stop = threading.Event()
+    FORKS[trust].at_once = jobs + 1  # and the key's
     with (
         AnswerKey(assignment, fresh_seed() if seed is None else seed, trust, stop) as answer_key,
         ThreadPoolExecutor(jobs) as pool,

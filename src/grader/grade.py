@@ -10,7 +10,7 @@ from grader.answer_key import AnswerKey, AuthorError, Outcome, could_not_run, de
 from grader.judge import judge
 from grader.merge import Submission
 from grader.outputs import are_same, observation, text_of
-from grader.sandbox import SandboxError, StoppedError
+from grader.sandbox import FORKS, SandboxError, StoppedError
 from grader.source import CheckSource
 
 _LITTLE = 3.0  # seconds for a solution that has taken too long before
@@ -46,6 +46,7 @@ class Result:
     notes: list[str] = field(default_factory=list)  # what was put right, or a person should look at
     id: str = ""  # the course system's number of the student
     warning: str = ""  # what was odd about the place or the format of the file
+    in_force: str = ""  # which limits were, in a sentence
 
     @property
     def score(self) -> float:
@@ -137,6 +138,7 @@ class _Run:
         try:
             if not self.submission.unreadable:
                 self.printed = [self._check(one) for one in self.answer_key.assignment.checks]
+            self.result.in_force = FORKS[self.answer_key.trust].in_force
         finally:
             if self._sandbox:
                 self._sandbox.end()

@@ -147,18 +147,6 @@ class Launch(NamedTuple):
     progress: int  # gates that backward had passed
 
 
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor, passes: Any) -> torch.Tensor:
-        context.passes = passes
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        context.passes()
-        return gradient, None
-
-
 class RecordedLaunches(RecordedCollectives):
     """Launches of all threads, in order; `gate` marks how far backward has come."""
 
@@ -174,12 +162,15 @@ class RecordedLaunches(RecordedCollectives):
     def gate(self, x: torch.Tensor, passed: Any = None) -> torch.Tensor:
         """`x`. When backward comes here, `progress` grows by one and `passed()` is called."""
 
-        def passes() -> None:
+        def passes(_: torch.Tensor) -> None:
             self.progress += 1
             if passed is not None:
                 passed()
 
-        return _Gate.apply(x, passes)
+        x = x.view_as(x)
+        if x.requires_grad:
+            x.register_hook(passes)
+        return x
 
     def all_reduced(self) -> list[int]:
         """The elements of each tensor that was all-reduced."""

@@ -8,7 +8,6 @@ with its line: it is graded all the same.
 
 import ast
 import asyncio
-import builtins
 import functools
 import importlib
 import re
@@ -16,7 +15,6 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Set
-from typing import Any
 
 from grader.source import parse
 
@@ -194,40 +192,56 @@ def _theirs() -> frozenset[str]:
     return frozenset(names.union(_UNRECORDED, *map(dir, loops)))
 
 
-def _own(tree: ast.AST) -> set[str]:
-    """The attributes that the code defines: by a class's body, or by storing them."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr)
-        if isinstance(node, ast.Call) and len(node.args) == 3:  # object.__setattr__(self, "x", x)
-            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            named = getattr(node.args[1], "value", None)
-            if called in ("setattr", "__setattr__") and isinstance(named, str):
-                found.add(named)
-        for one in node.body if isinstance(node, ast.ClassDef) else ():
+class _Bound:
+    """What a text binds: names, and the attributes of its own objects."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.own: set[str] = set()  # attributes: by a class's body, or by storing them
+        self.modules, self.taken = set(_GIVEN), set(_GIVEN)  # names of modules; and from them
+        self.methods: set[str] = set()  # "Class.method"
+        self.receivers: set[int] = set()  # places where a method names its own object
+        for node in [*ast.walk(tree)] * 2:  # an import may be further in than its use
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {(one.asname or one.name).partition(".")[0] for one in node.names}
+                self.taken |= names
+                self.modules |= names if isinstance(node, ast.Import) else set()
+            elif isinstance(node, ast.Assign):
+                names = {one.id for one in node.targets if isinstance(one, ast.Name)}
+                self.taken |= names if _root(node.value) in self.taken else set()
+                self.modules |= names if getattr(node.value, "id", "") in self.modules else set()
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                self.own.add(node.attr)
+            elif isinstance(node, ast.Call) and len(node.args) == 3:  # setattr(x, "name", value)
+                called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                self.own |= {_text(node.args[1])} if called in ("setattr", "__setattr__") else set()
+            elif isinstance(node, ast.ClassDef):
+                self._read_class(node)
+
+    def _read_class(self, node: ast.ClassDef) -> None:
+        for one in node.body:
             if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(one.name)
+                self.own.add(one.name)
             targets = one.targets if isinstance(one, ast.Assign) else [getattr(one, "target", None)]
-            found |= {name.id for part in targets if part is not None
-                      for name in ast.walk(part) if isinstance(name, ast.Name)}  # fmt: skip
-    return found
+            self.own |= {name.id for part in targets if part is not None
+                         for name in ast.walk(part) if isinstance(name, ast.Name)}  # fmt: skip
+            by = {getattr(name, "id", "") for name in getattr(one, "decorator_list", ())}
+            arguments = getattr(getattr(one, "args", None), "args", ())
+            if arguments and not by & {"staticmethod", "classmethod"}:
+                self.methods.add(f"{node.name}.{one.name}")
+                names = [name for name in ast.walk(one) if isinstance(name, ast.Name)]
+                self.receivers |= {id(name) for name in names if name.id == arguments[0].arg}
 
 
-class _Solution:
-    """What a solution's text binds, for the judgement of each place in it."""
+class _Solution(_Bound):
+    """A solution's text, for the judgement of each place in it."""
 
     def __init__(self, tree: ast.AST, given: ast.AST) -> None:
-        used = {node.attr for node in ast.walk(given) if isinstance(node, ast.Attribute)}
-        self.given = _own(given) - _allowed()
-        self.tree, self.own, self.taken = tree, _own(tree) | _own(given) | used, _taken(tree)
+        super().__init__(tree)
+        theirs = _Bound(given).own
+        self.tree, self.given = tree, theirs - _allowed()
+        self.own |= theirs | {one.attr for one in ast.walk(given) if isinstance(one, ast.Attribute)}
         self.of_others = self.own - _theirs()
-        self.modules, self.receivers, self.methods = (
-            _modules(tree),
-            _receivers(tree),
-            _methods(tree),
-        )
-        self.plain = self.of_others | _looped(tree)
+        self.looped = _looped(tree)
         self.above = {
             id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)
         }
@@ -250,8 +264,8 @@ class _Solution:
                 yield from ((line, f".{key}") for key in node.kwd_attrs if not _may(key, self.own))
             elif isinstance(node, ast.ClassDef):
                 yield from ((line, str(one.arg)) for one in node.keywords)
-            elif isinstance(node, ast.Constant) and _leads_out(node.value):
-                if not isinstance(self.above.get(id(node)), ast.Expr):  # a docstring
+            elif isinstance(node, ast.Constant) and _leads_out(_text(node)):
+                if not isinstance(self.above[id(node)], ast.Expr):  # a docstring
                     yield line, repr(node.value)
             elif isinstance(node, ast.Call) and len(node.args + node.keywords) > 1:
                 called = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -293,16 +307,30 @@ class _Solution:
         return not (isinstance(above, ast.Attribute) or by_name or called)
 
     def _of_name(self, node: ast.Name) -> Iterator[str]:
-        above, call = self.above.get(id(node)), self._call(node)
-        of_theirs = call and call.args and _root(call.args[0]) in self.taken
-        if not _may_name(node, call, frozenset() if of_theirs else self.plain, self.given):
-            yield node.id
-        elif node.id == "type" and not self._only_compared(above):
-            yield "type(…) kept"
-        elif (
-            node.id in self.modules and isinstance(node.ctx, ast.Load) and self._is_passed_on(node)
-        ):
-            yield f"{node.id} passed on"
+        word, call, loads = node.id, self._call(node), isinstance(node.ctx, ast.Load)
+        if word in _BY_NAME:
+            may = call is not None and self._may_by_name(word, call)
+        elif word == "type":
+            may = call is not None and len(call.args) == 1 and self._only_compared(call)
+        elif word.startswith("__") and word.endswith("__"):
+            may = word in _METHODS
+        else:
+            may = not (loads and word in _NO_BUILTINS)
+        if not may:
+            yield word
+        elif word in self.modules and loads and self._is_passed_on(node):
+            yield f"{word} passed on"
+
+    def _may_by_name(self, word: str, call: ast.Call) -> bool:
+        """Whether `getattr(x, "name")` and the like may: with a name that is written out."""
+        if len(call.args) < 2:
+            return False
+        given, name = call.args[1], _text(call.args[1])
+        own = set() if _root(call.args[0]) in self.taken else self.of_others
+        changed = set() if word in ("getattr", "hasattr") else _patched() | self.given
+        if isinstance(given, ast.Name):
+            return given.id in self.looped
+        return bool(name) and _may(name, own) and name not in {"format", "format_map", *changed}
 
     def _only_compared(self, call: ast.AST | None) -> bool:
         """Whether the class that `type(x)` returns is compared, named, or an index.
@@ -329,49 +357,6 @@ class _Solution:
         return base == "object" and node.attr == "__setattr__" and self._is_given_self(call)
 
 
-def _taken(tree: ast.AST) -> set[str]:
-    """The names of modules, and of what is taken from them: by an import, or `F = torch.nn`."""
-    found = set(_GIVEN)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(one.asname or one.name).partition(".")[0] for one in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and _root(node.value) in found:
-            found |= {one.id for one in node.targets if isinstance(one, ast.Name)}
-    return found
-
-
-def _modules(tree: ast.AST) -> set[str]:
-    """The names of whole modules."""
-    found = set(_GIVEN)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {(one.asname or one.name).partition(".")[0] for one in node.names}
-        if isinstance(node, ast.Assign) and getattr(node.value, "id", "") in found:
-            found |= {one.id for one in node.targets if isinstance(one, ast.Name)}
-    return found
-
-
-def _of_classes(tree: ast.AST) -> Iterator[tuple[str, ast.FunctionDef, str]]:
-    """Each function that a class gets an object for: the class's name, it, and the object's."""
-    for node in ast.walk(tree):
-        for one in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and one.args.args:
-                decorators = {getattr(by, "id", "") for by in one.decorator_list}
-                if not decorators & {"staticmethod", "classmethod"}:
-                    yield node.name, one, one.args.args[0].arg
-
-
-def _receivers(tree: ast.AST) -> set[int]:
-    """The places where a method names its own object."""
-    names = [(n, own) for _, method, own in _of_classes(tree) for n in ast.walk(method)]
-    return {id(node) for node, own in names if isinstance(node, ast.Name) and node.id == own}
-
-
-def _methods(tree: ast.AST) -> set[str]:
-    return {f"{of}.{method.name}" for of, method, _ in _of_classes(tree)}
-
-
 def _may(name: str, own: Set[str]) -> bool:
     """Whether an attribute may be named: public and known, or the solution's own."""
     if name.startswith("__") and name.endswith("__"):
@@ -379,9 +364,10 @@ def _may(name: str, own: Set[str]) -> bool:
     return name in _allowed() or (name in own and name not in _reserved())
 
 
-def _changes_theirs(call: ast.Call, given: set[str]) -> bool:
-    """Whether `setattr(x, "all_reduce", …)` replaces a function of a module, thread, or check."""
-    return len(call.args) < 2 or getattr(call.args[1], "value", None) in _patched() | given
+def _text(node: ast.AST) -> str:
+    """The string that is written here; empty if none is."""
+    text = getattr(node, "value", None)
+    return text if isinstance(node, ast.Constant) and isinstance(text, str) else ""
 
 
 def _root(node: ast.AST) -> str:
@@ -391,7 +377,7 @@ def _root(node: ast.AST) -> str:
 
 
 def _looped(tree: ast.AST) -> set[str]:
-    """Variables that only loops bind, each with a "$"; none where a string could be built of parts.
+    """Variables that only loops bind; none where a string could be built of parts.
 
     Such as `for name in names: delattr(layer, name)`.
     """
@@ -410,14 +396,11 @@ def _looped(tree: ast.AST) -> set[str]:
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For | ast.comprehension)]
     bound = {id(n): n.id for one in loops for n in ast.walk(one.target) if isinstance(n, ast.Name)}
     stored = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-    names = set(bound.values()) - {n.id for n in stored if id(n) not in bound}
-    return {f"${name}" for name in names}
+    return set(bound.values()) - {n.id for n in stored if id(n) not in bound}
 
 
-def _leads_out(text: Any) -> bool:
+def _leads_out(text: str) -> bool:
     """Whether a string is such a name, or a format that names one."""
-    if not isinstance(text, str):
-        return False
     whole = text.startswith("__") and text.endswith("__") and text not in _METHODS
     return whole or bool(_LOOKS_UP.search(text)) or (text[:1] == "_" and text in _reserved())
 
@@ -432,25 +415,3 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
         return names
     last = [name.rpartition(".")[2] for name in names]
     return [a for a, b in zip(names, last, strict=True) if b not in _allowed() and a not in allowed]
-
-
-def _may_name(node: ast.Name, call: ast.Call | None, own: Set[str], given: set[str]) -> bool:
-    """Whether a name may stand here. `getattr` may with a name that is written out."""
-    if node.id in _BY_NAME:
-        if call is None or len(call.args) < 2 or not _is_written_out(call.args[1], own):
-            return False
-        return node.id in ("getattr", "hasattr") or not _changes_theirs(call, given)
-    if node.id == "type":
-        return call is not None and len(call.args) == 1
-    if node.id.startswith("__") and node.id.endswith("__"):
-        return node.id in _METHODS
-    return not (node.id in _NO_BUILTINS and hasattr(builtins, node.id)) or isinstance(
-        node.ctx, ast.Store
-    )
-
-
-def _is_written_out(name: ast.AST, own: Set[str]) -> bool:
-    if isinstance(name, ast.Name):
-        return f"${name.id}" in own
-    text = getattr(name, "value", None) if isinstance(name, ast.Constant) else None
-    return isinstance(text, str) and _may(text, own) and not text.startswith("format")

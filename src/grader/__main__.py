@@ -120,16 +120,8 @@ def _release(options: argparse.Namespace) -> int:
     print("Next, with what they hand in below handed_in/:")
     for source, assignment in zip(options.sources, assignments, strict=True):
         rest = f"--assignment {source} --out graded/{assignment.name}"
-        print(f"  {_this_python()} -m grader grade handed_in/ {rest}")
+        print(f"  {shlex.quote(sys.executable)} -m grader grade handed_in/ {rest}")
     return 0
-
-
-def _this_python() -> str:
-    """What starts this interpreter in a shell, from the current folder: `.venv/bin/python`."""
-    path = Path(sys.executable)
-    return shlex.quote(
-        str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-    )
 
 
 def _tried(answer_key: AnswerKey) -> bool:

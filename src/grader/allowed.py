@@ -12,7 +12,6 @@ import functools
 import importlib
 import re
 import sys
-import threading
 import types
 from collections.abc import Iterator, Set
 
@@ -53,21 +52,7 @@ savez_compressed set_default_tensor_type set_module setprofile setprofile_all_th
 settrace_all_threads showwarning singledispatch singledispatchmethod start_server start_unix_server
 storage subprocess_exec subprocess_shell test tofile typename update_wrapper wraps
 """)
-_VALUES = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    list,
-    dict,
-    set,
-    tuple,
-    range,
-    slice,
-    Exception,
-    property,
-)
+_VALUES = [int, float, complex, str, bytes, list, dict, set, tuple, range, slice, Exception]
 _NO_BUILTINS = _words("""
 breakpoint compile copyright credits dir eval exec globals help input license locals memoryview open
 vars
@@ -132,7 +117,7 @@ def _allowed() -> frozenset[str]:
     for name in ("threading", "collections", "queue", "concurrent.futures", "random"):
         public = vars(importlib.import_module(name)).values()
         classes += [one for one in public if isinstance(one, type)]
-    for one in (*classes, *_VALUES):
+    for one in (*classes, *_VALUES, property):
         found |= set(dir(one))
     found |= {"next_functions", "variable", "group", "WORLD", "ndarray", "saved_tensors", "grad"}
     found.add("run_until_complete")
@@ -140,16 +125,6 @@ def _allowed() -> frozenset[str]:
     found |= {name for name in dir(torch) if name.startswith("_foreach_")}
     private = {one for one in found if one.startswith("_") and not one.startswith("_foreach_")}
     return frozenset(found - (private - _PRIVATE) - _DENIED - _UNRECORDED)
-
-
-@functools.cache
-def _patched() -> frozenset[str]:
-    """Functions of modules and of threads that a solution need not replace in any object."""
-    import torch.distributed as dist
-
-    places = (dist, importlib.import_module("torch.nn.functional"), threading.Thread)
-    found = [(key, value) for one in places for key, value in vars(one).items()]
-    return frozenset(key for key, value in found if type(value) is types.FunctionType)
 
 
 @functools.cache
@@ -284,8 +259,7 @@ class _Solution(_Bound):
             yield f".{node.attr}"
         elif isinstance(node.ctx, ast.Store | ast.Del):
             of_class = getattr(getattr(node.value, "func", None), "id", "") == "type"
-            changed = not mine and node.attr in _patched() | self.given
-            if theirs or of_class or changed:
+            if theirs or of_class or (node.attr in self.given and not mine):
                 yield f"changes {root}.{node.attr}"
         elif node.attr in ("format", "format_map") and not isinstance(node.value, ast.Constant):
             yield f".{node.attr} of a text that is not written out"
@@ -325,12 +299,13 @@ class _Solution(_Bound):
         """Whether `getattr(x, "name")` and the like may: with a name that is written out."""
         if len(call.args) < 2:
             return False
-        given, name = call.args[1], _text(call.args[1])
-        own = set() if _root(call.args[0]) in self.taken else self.of_others
-        changed = set() if word in ("getattr", "hasattr") else _patched() | self.given
+        given, name, theirs = call.args[1], _text(call.args[1]), _root(call.args[0]) in self.taken
+        changes = word in ("setattr", "delattr") and not self._is_given_self(call)
+        if (changes and (theirs or name in self.given)) or name in ("format", "format_map"):
+            return False
         if isinstance(given, ast.Name):
             return given.id in self.looped
-        return bool(name) and _may(name, own) and name not in {"format", "format_map", *changed}
+        return bool(name) and _may(name, set() if theirs else self.of_others)
 
     def _only_compared(self, call: ast.AST | None) -> bool:
         """Whether the class that `type(x)` returns is compared, named, or an index.
@@ -351,10 +326,9 @@ class _Solution(_Bound):
         """
         if call is None or any(isinstance(one, ast.Starred) for one in call.args):
             return False
-        if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super":
+        if getattr(getattr(node.value, "func", None), "id", "") == "super":
             return len(call.args) == _OF_BASES.get(node.attr)
-        base = getattr(node.value, "id", "")
-        return base == "object" and node.attr == "__setattr__" and self._is_given_self(call)
+        return _root(node) + node.attr == "object__setattr__" and self._is_given_self(call)
 
 
 def _may(name: str, own: Set[str]) -> bool:
@@ -387,11 +361,10 @@ def _looped(tree: ast.AST) -> set[str]:
     known = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
     known |= {id(n.args[1]) for n in ast.walk(tree) if isinstance(n, ast.Call) and n.args[1:]}
     for node in ast.walk(tree):
-        text = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
-        unknown = isinstance(text, str | bytes) and id(node) not in known
-        by_call = getattr(node, "id", "") in ("chr", "str", "repr", "bytes", "bytearray")
-        by_method = isinstance(node, ast.Attribute) and node.attr in of_text
-        if unknown or by_call or by_method or isinstance(node, ast.JoinedStr):
+        text = isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+        made = getattr(node, "id", "") in ("chr", "str", "repr", "bytes", "bytearray")
+        made = made or isinstance(node, ast.JoinedStr) or getattr(node, "attr", "") in of_text
+        if made or (text and id(node) not in known):
             return set()
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For | ast.comprehension)]
     bound = {id(n): n.id for one in loops for n in ast.walk(one.target) if isinstance(n, ast.Name)}

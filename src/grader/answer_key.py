@@ -103,7 +103,9 @@ def draw(sandbox: Sandbox, checks: Sequence[CheckSource], seed: int) -> dict[str
         for (check, ranks), own in zip(groups, seeds, strict=True)
     ]
     try:
-        answer = sandbox.ask({"call": "draw", "draws": draws}, _DRAWING)
+        answer = sandbox.ask(
+            {"call": "draw", "draws": draws, "seconds": _DRAWING}, _DRAWING + _MARGIN
+        )
     except EndedError as error:
         answer = {"failed": str(error)}
     if "drawn" not in answer:

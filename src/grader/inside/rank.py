@@ -30,7 +30,7 @@ from labkit.testing.watch import LaunchedCollective, RecordedCollectives
 
 _OWN_CPU_TIME = 6  # seconds of processor time that a rank may use
 _PREFIX = "<ipykernel "  # of the names of the cells' files: the engine shows lines of such files
-_LONGEST = 300  # characters of a message
+LONGEST = 300  # characters of a message
 
 
 def file_of(cell: str) -> str:
@@ -111,14 +111,14 @@ def _described(error: BaseException, rank: int) -> dict[str, Any]:
         message = str(error)
     except Exception:
         message = ""
-    message = message.encode("utf-8", "replace").decode()[:_LONGEST]
+    message = message.encode("utf-8", "replace").decode()[:LONGEST]
     name = type(error).__name__
     if isinstance(error, TypeError) and "Expected parameter" in message and "NoneType" in message:
         message = f"rank {rank} passed None to a collective: is some .grad None there?"
     return {
         "how": "raised",
         "rank": rank,
-        "type": name[:_LONGEST],
+        "type": name[:LONGEST],
         "message": message,
         "cell": cell,
         "line": line or 0,

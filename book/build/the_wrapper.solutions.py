@@ -189,11 +189,6 @@ class NamesTheOthers(DDP):
         return super().forward(*inputs)
 
 
-# %% check_report wrong: it says nothing
-class SaysNothing(DDP):
-    pass
-
-
 # %% check_report wrong: another kind of error
 class RaisesValueError(DDP):
     def forward(self, *inputs):

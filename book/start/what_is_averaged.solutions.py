@@ -30,26 +30,6 @@ def last_parameter(model):
     return largest
 
 
-# %% check_drift wrong: only the first parameter counts
-def first_parameter(model):
-    p = next(model.parameters())
-    high, low = p.detach().clone(), p.detach().clone()
-    dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    dist.all_reduce(low, op=dist.ReduceOp.MIN)
-    return (high - low).max().item()
-
-
-# %% check_drift wrong: the sum of the differences
-def summed(model):
-    total = 0.0
-    for p in model.parameters():
-        high, low = p.detach().clone(), p.detach().clone()
-        dist.all_reduce(high, op=dist.ReduceOp.MAX)
-        dist.all_reduce(low, op=dist.ReduceOp.MIN)
-        total += (high - low).sum().item()
-    return total
-
-
 # %% check_drift wrong: rank 0 is the reference
 def against_rank_0(model):
     largest = torch.zeros(())
@@ -69,17 +49,6 @@ def own_number(model):
         dist.all_reduce(mean)
         mean /= dist.get_world_size()
         largest = max(largest, (p.detach() - mean).abs().max().item())
-    return largest
-
-
-# %% check_drift wrong: it all-reduces into the weights themselves
-def into_the_weights(model):
-    largest = 0.0
-    for p in model.parameters():
-        low = p.detach().clone()
-        dist.all_reduce(p.data, op=dist.ReduceOp.MAX)
-        dist.all_reduce(low, op=dist.ReduceOp.MIN)
-        largest = max(largest, (p.data - low).max().item())
     return largest
 
 

@@ -360,8 +360,8 @@ def _interrupted_run(wrap: Wrap, device: Device, watched: SameCollectives, fails
             with suppress(InterruptedPassError):
                 backward_passes(wrapped, module, data[1], rank)
             module.fails_in = None
-            while watched.launched_late:  # it has been sent by the next step
-                watched.launched_late[0].carry_out()
+            while watched.launched_late:  # all of it has been sent before the next step
+                watched.launched_late[0].wait()
         module.zero_grad()
         try:
             step(wrapped, module, data[2], rank)

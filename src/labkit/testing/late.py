@@ -23,7 +23,7 @@ _COLLECTIVES = (
 )
 
 
-class WrittenInFlightError(RuntimeError):
+class WrittenInFlightError(Exception):
     """A tensor was changed or freed between the launch of a collective and the wait for it."""
 
 

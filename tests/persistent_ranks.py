@@ -99,7 +99,7 @@ class PersistentRanks:
 
             def stay() -> None:
                 with contextlib.suppress(RanksError):
-                    START(_serve, world_size, listener.address, key)
+                    START(_serve, world_size, listener.address, key, timeout=3600)
 
             threading.Thread(target=stay, daemon=True).start()
             found = {}

@@ -233,7 +233,7 @@ def _each(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _element(place: int) -> Callable[[Any], Any]:
     def change(found: Any) -> Any:
-        if isinstance(found, Tensor) and found.numel() > 1:
+        if isinstance(found, Tensor) and found.numel():
             changed = found.clone()
             changed.view(-1)[place] += 1
             return changed

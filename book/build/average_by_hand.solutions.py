@@ -190,3 +190,7 @@ def clipped(model):
         wide = parameter.grad.float()
         dist.all_reduce(wide)
         parameter.grad = wide.clamp(max=65_504).half() / dist.get_world_size()
+
+
+# %% check_half blind calls: check_none calls an average four times
+# %% check_half blind frozen: the exercise has no frozen parameter

@@ -95,3 +95,6 @@ def from_rank_0_to_rank_1(model):
 def broadcast_of_copies(model):
     for tensor in model.state_dict().values():
         dist.broadcast(tensor.clone(), src=0)
+
+
+# %% check_start blind calls: a program calls it once

@@ -127,11 +127,13 @@ def three_rounds(
 ) -> list[Tensor]:
     """Three rounds with a reader's outer step: after each, the common weights."""
     common, velocity, seen = torch.ones(3), torch.zeros(3), []
+    other = torch.ones(3), torch.zeros(3)  # a second tensor, in turns with the first
     for number in range(1, 4):
         # Stands for the inner steps, which move every rank on in its own way.
         share = (1 + rank) / (world_size + 1)  # 1/2 on average
         local = common - number * torch.tensor([4.0, 8.0, 12.0]) * share
         common, velocity = outer_step(common, local, velocity, lr, momentum)
+        other = outer_step(other[0], other[0] + number, other[1], lr, momentum)
         seen.append(common.clone())
     return seen
 

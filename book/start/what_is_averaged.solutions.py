@@ -3,21 +3,24 @@
 
 # %% check_drift right: all replicas are gathered
 def gathered(model):
-    drift = 0.0
+    drifts = []
     for p in model.parameters():
         copies = [torch.empty_like(p) for _ in range(dist.get_world_size())]
         dist.all_gather(copies, p.detach().contiguous())
         stacked = torch.stack(copies)
-        drift = max(drift, (stacked.amax(0) - stacked.amin(0)).max().item())
-    return drift
+        drifts.append((stacked.amax(0) - stacked.amin(0)).max())
+    return torch.stack(drifts).max().item()
 
 
-# %% check_drift right: one flat vector, and MAX of the negative
-def flat(model):
+# %% check_drift right: one flat vector, in NumPy
+import numpy as np
+
+
+def in_numpy(model):
     values = torch.cat([p.detach().flatten() for p in model.parameters()])
-    both = torch.cat([values, -values])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    return sum(both.chunk(2)).max().item()
+    copies = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, values)
+    return float(np.ptp(np.stack(copies), axis=0).max())
 
 
 # %% check_drift wrong: only the last parameter counts
@@ -72,3 +75,14 @@ def relative(model):
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     return ((high - low) / high.abs().clamp(min=1)).max().item()
+
+
+# %% check_drift wrong: Python's max, which loses a NaN
+def loses_nan(model):
+    drift = 0.0
+    for p in model.parameters():
+        copies = [torch.empty_like(p) for _ in range(dist.get_world_size())]
+        dist.all_gather(copies, p.detach())
+        stacked = torch.stack(copies)
+        drift = max(drift, (stacked.amax(0) - stacked.amin(0)).max().item())
+    return drift

@@ -237,7 +237,7 @@ def _element(place: int) -> Callable[[Any], Any]:
             changed = found.clone()
             changed.view(-1)[place] += 1
             return changed
-        return found
+        return found if isinstance(found, Tensor) else found + 1
 
     return change
 

@@ -171,3 +171,8 @@ def saved_too_early(model, optimizer, batches):
     state = copy.deepcopy(model.state_dict())
     optimizer.synchronize()
     return state
+
+# %% check_norm blind result. (NaN|another sh|detached): float() reads it
+# %% check_norm blind calls: each rank has one gradient
+
+# %% check_outer blind result. (NaN|detached): no weight is NaN, none has a graph

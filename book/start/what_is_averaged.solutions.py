@@ -86,3 +86,6 @@ def loses_nan(model):
         stacked = torch.stack(copies)
         drift = max(drift, (stacked.amax(0) - stacked.amin(0)).max().item())
     return drift
+
+# %% check_drift blind result. (another (dtype|sh)|detached): a number has none
+# %% check_drift blind calls: each rank calls it once

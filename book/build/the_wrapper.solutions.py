@@ -247,4 +247,5 @@ class NeverExpects(WithUnused):
     def announce(self, output):
         self.prepare()
 
+
 # %% check_plan blind line 12. 0 → 1: any rank may make the plan

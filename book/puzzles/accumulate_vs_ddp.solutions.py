@@ -79,5 +79,6 @@ def raises_value_error(expected, *tensors):
     if len(everyone) != expected or not same:
         raise ValueError("the wrong number of ranks, or different tensors")
 
+
 # %% check_verify_start blind line 6. 0 → 1: any rank may be the reference
 # %% check_verify_start blind calls: a program calls it once

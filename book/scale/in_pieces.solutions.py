@@ -162,6 +162,29 @@ def averaged_at_the_end(model, optimizer, batches):
     return model.state_dict()
 
 
+# %% check_save wrong: the weights of rank 0 for all
+def rank_0_for_all(model, optimizer, batches):
+    train_with_optimizer(model, optimizer, batches, every=16)
+    for weight in model.state_dict().values():
+        dist.broadcast(weight, src=0)
+    return model.state_dict()
+
+
+# %% check_save wrong: the last steps are left out
+def until_the_last_synchronization(model, optimizer, batches):
+    train_with_optimizer(model, optimizer, batches[:96], every=16)
+    optimizer.synchronize()
+    return model.state_dict()
+
+
+# %% check_save wrong: the sum
+def summed(model, optimizer, batches):
+    train_with_optimizer(model, optimizer, batches, every=16)
+    for weight in model.state_dict().values():
+        dist.all_reduce(weight)
+    return model.state_dict()
+
+
 # %% check_save wrong: the state is saved before it is synchronized
 import copy
 
@@ -171,6 +194,7 @@ def saved_too_early(model, optimizer, batches):
     state = copy.deepcopy(model.state_dict())
     optimizer.synchronize()
     return state
+
 
 # %% check_norm blind result. (NaN|another sh|detached): float() reads it
 # %% check_norm blind calls: each rank has one gradient

@@ -175,6 +175,16 @@ def first_exponent(world, way):
     return 2 ** next(k for k in range(20) if waits(2**k) < 0.1)
 
 
+# %% check_samples wrong: one doubling too many
+def one_too_many(world, way):
+    samples, waits = 1, 1.0
+    while waits >= 0.1:
+        batch = samples * world
+        waits = 1 - compute(world, batch).end / step_seconds(world, way, plan(), batch)
+        samples *= 2
+    return samples
+
+
 # %% check_samples wrong: the numbers for 16,384 ranks
 def from_a_table(world, way):
     return {"flat ring": 512, "hierarchical": 256, "tree": 4}[way]

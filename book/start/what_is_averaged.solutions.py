@@ -87,5 +87,6 @@ def loses_nan(model):
         drift = max(drift, (stacked.amax(0) - stacked.amin(0)).max().item())
     return drift
 
+
 # %% check_drift blind result. (another (dtype|sh)|detached): a number has none
 # %% check_drift blind calls: each rank calls it once

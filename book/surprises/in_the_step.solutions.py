@@ -182,6 +182,16 @@ def halved_gradient(parameters):
     return optimizer
 
 
+# %% check_decay wrong: no decay
+def no_decay(parameters):
+    return SGD(parameters, lr=0.005)
+
+
+# %% check_decay wrong: half the decay
+def half_the_decay(parameters):
+    return SGD(parameters, lr=0.005, weight_decay=0.05)
+
+
 # %% check_decay wrong: AdamW, which cancels the factor
 def another_optimizer(parameters):
     return AdamW(parameters, lr=0.01, weight_decay=0.1)

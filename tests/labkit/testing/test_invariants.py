@@ -291,7 +291,8 @@ def test_a_tensor_that_is_changed_or_freed_before_its_collective_has_ended_is_an
             first, second = torch.ones(2), torch.full((2,), float("nan"))
             works = [dist.all_reduce(each, async_op=True) for each in (first, second)]
             assert first.tolist() == [1, 1]
-            works[1].wait()
+            works[1].wait()  # carries out both
+            works[0].wait()
             assert first.tolist() == [2, 2]
 
     run_ranks(work, 2, device="cpu")

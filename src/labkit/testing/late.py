@@ -8,6 +8,7 @@ those from C++, as in torch's DistributedDataParallel.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial, wraps
 from typing import Any
 from unittest import mock
@@ -41,7 +42,7 @@ class LateWork:
         return getattr(self._work, name)
 
     def carry_out(self) -> None:
-        """Launch it. Raises WrittenInFlightError. To be called in launch order."""
+        """Launch it, and wait. Raises WrittenInFlightError. To be called in launch order."""
         self._queue[:1] = []
         if not all(_is_unchanged(*pair) for pair in self._sent):
             raise WrittenInFlightError(
@@ -49,6 +50,7 @@ class LateWork:
                 "the wait for it: wait first, or use another buffer"
             )
         self._work = self._launch()
+        self._work.wait(timedelta(0))  # the next one may use the same tensor
 
 
 @contextmanager

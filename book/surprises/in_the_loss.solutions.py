@@ -46,3 +46,10 @@ def sum_of_losses(model, rows):
 def averaged(model, rows):
     part = differentiable.all_reduce(part_of_correlation(model, rows))
     return loss_of(part / dist.get_world_size())
+
+
+# %% check_barlow_twins wrong: every rank computes the whole batch
+
+
+def whole_batch(model, rows):
+    return loss_of(part_of_correlation(model, slice(None)))

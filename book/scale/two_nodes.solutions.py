@@ -63,8 +63,32 @@ import datetime
 
 from torch.distributed.distributed_c10d import _get_default_store
 
+calls = []
+
 
 def through_the_store(tensor):
+    calls.append(tensor)
+    store, missing = _get_default_store(), []
+    store.set(f"here {dist.get_rank()} {len(calls)}", "yes")
+    deadline = datetime.datetime.now() + datetime.timedelta(seconds=2)
+    for rank in range(dist.get_world_size()):
+        left = max(deadline - datetime.datetime.now(), datetime.timedelta(seconds=0.1))
+        try:
+            store.wait([f"here {rank} {len(calls)}"], left)
+        except RuntimeError:
+            missing.append(rank)
+    if missing:
+        raise RuntimeError(f"ranks {missing} are missing")
+    dist.all_reduce(tensor)
+
+
+# %% check_missing wrong: the keys of an earlier call are still there
+import datetime
+
+from torch.distributed.distributed_c10d import _get_default_store
+
+
+def stale_keys(tensor):
     store, missing = _get_default_store(), []
     store.set(f"here {dist.get_rank()}", "yes")
     deadline = datetime.datetime.now() + datetime.timedelta(seconds=2)

@@ -195,3 +195,31 @@ def half_the_decay(parameters):
 # %% check_decay wrong: AdamW, which cancels the factor
 def another_optimizer(parameters):
     return AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+# %% check_skipping wrong: skipped only if exactly one rank is bad
+
+
+def just_one(module, loss_in):
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        loss = loss_in(step, ddp)
+        bad = (~loss.detach().isfinite()).float()
+        dist.all_reduce(bad)
+        if bad == 1:
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+# %% check_two_losses wrong: gradients are local afterwards
+
+
+def sync_off(ddp, rows):
+    two_losses(ddp, rows)[0].backward()
+    norm = norm_of(ddp)
+    two_losses(ddp, rows)[1].backward()
+    ddp.require_backward_grad_sync = False
+    return norm

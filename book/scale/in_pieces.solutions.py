@@ -196,7 +196,32 @@ def saved_too_early(model, optimizer, batches):
     return state
 
 
-# %% check_norm blind result. (NaN|another sh|detached): float() reads it
+# %% check_adapter wrong: the base is trained, too
+
+
+def base_trained():
+    return fully_shard(Adapted().add_adapter().requires_grad_(True))
+
+
+# %% check_save wrong: numbers instead of names
+
+
+def numbered(model, optimizer, batches):
+    train_with_optimizer(model, optimizer, batches, every=16)
+    optimizer.synchronize()
+    return dict(enumerate(model.state_dict().values()))
+
+
+# %% check_save right: rank 0 alone returns something
+
+
+def rank_0_returns(model, optimizer, batches):
+    train_with_optimizer(model, optimizer, batches, every=16)
+    optimizer.synchronize()
+    return model.state_dict() if dist.get_rank() == 0 else None
+
+
+# %% check_norm blind result. (another sh|detached): float() reads it
 # %% check_norm blind calls: each rank has one gradient
 
 # %% check_outer blind result. (NaN|detached): no weight is NaN, none has a graph

@@ -19,6 +19,7 @@ from fontTools import subset
 from fontTools.ttLib import TTFont
 from sphinx.application import Sphinx
 
+from labkit.book import styles
 from labkit.book.result_tables import show_tables
 from labkit.book.site import pages_of
 
@@ -35,14 +36,15 @@ FONT = re.compile(r'url\(\.\./webfonts/([\w-]+)\.woff2\) format\("woff2"\),url\(
 
 
 def finish(app: Sphinx, exception: Exception | None) -> None:
-    """Rewrite every built page, and Font Awesome's style sheet."""
+    """Rewrite every built page, and the style sheets."""
     if exception or app.builder.format != "html":
         return
     site = Path(app.outdir)
     gc.freeze()  # no collection walks through all that Sphinx has loaded
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
-        icons = pool.map(_finish_page, pages_of(site))
-        _keep_used_icons(site, set().union(*icons))
+        names = set().union(*pool.map(_finish_page, pages_of(site)))
+    _keep_used_icons(site, names)
+    styles.cut(site, names)
     options = site / "_static" / "documentation_options.js"
     # A summary of each result is fetched from its page, which a browser refuses for files.
     offline = "SHOW_SEARCH_SUMMARY: location.protocol !== 'file:'"
@@ -50,10 +52,10 @@ def finish(app: Sphinx, exception: Exception | None) -> None:
 
 
 def _finish_page(path: Path) -> set[str]:
-    """Rewrite one page; the names of Font Awesome's icons that it has."""
+    """Rewrite one page; the names in it that style sheets may have."""
     text = finished_page(path.read_text(encoding="utf-8"))
     path.write_text(text, encoding="utf-8")
-    return set(re.findall(r"\bfa-[\w-]+", text))
+    return styles.names_in(text)
 
 
 def finished_page(text: str) -> str:
@@ -62,10 +64,12 @@ def finished_page(text: str) -> str:
     if page.head and page.article:
         _describe(page, page.head, page.article)
     _load_less(page)
+    styles.load_later(page)
     _name_things(page)
     _open_figures(page)
     show_tables(page)
     _wrap_sentences(page)
+    _break_names(page)
     return str(page)
 
 
@@ -101,6 +105,8 @@ def _summary(article: Tag) -> str:
 
 
 def _load_less(page: BeautifulSoup) -> None:
+    if page.html:  # a script sets it; without one, the theme has colors for no value only
+        del page.html["data-theme"]
     has_formula = page.find(class_="math") is not None
     for tag in page.select("script, link[rel=preload]"):
         source = f"{tag.get('src', '')} {tag.string or ''}"
@@ -153,10 +159,22 @@ def _open_figures(page: BeautifulSoup) -> None:
             link["style"] = f"--figure-width: {width}px"
 
 
+def _break_names(page: BeautifulSoup) -> None:
+    """A long name in a table may break where a reader would break it."""
+    for name in page.select("td code.literal .pre"):
+        parts = re.split(r"(?<=[_.(/,=-])(?=[\w\"'*])|(?<=[a-z])(?=[A-Z])", name.get_text())
+        if len(parts) > 1 and not name.find(True):
+            name.clear()
+            for part in parts:
+                name.extend([part, page.new_tag("wbr")])
+
+
 def _wrap_sentences(page: BeautifulSoup) -> None:
     """Long lines of an output are broken, unless it has columns, which a break would tear apart."""
     for block in page.select("div.cell_output pre"):
         text = block.get_text()
+        if block.find_parent(class_="highlight-python"):
+            continue  # code
         if any(len(line) > 88 for line in text.splitlines()) and not COLUMNS.search(text):
             block["class"] = [*block.get("class", []), "sentences"]
 
@@ -199,5 +217,5 @@ def _cut(path: Path, codes: set[int]) -> bytes:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the last step of a build with Sphinx."""
-    app.connect("build-finished", finish)
+    app.connect("build-finished", finish, priority=900)  # after the theme has written its sheets
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""The chapters keep to the rules of the page "For authors of chapters"."""
+"""The chapters keep to the rules of book/README.md."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ MARKERS = re.compile(r"nbval[-_](skip|ignore|check|test|raises)", re.IGNORECASE)
 
 
 def pages() -> list[Path]:
-    return [*CHAPTERS, *BOOK.rglob("*.md")]
+    return [*CHAPTERS, *BOOK.rglob("[!R]*.md")]
 
 
 def text_of(page: Path) -> str:

@@ -9,8 +9,8 @@ other programs only make a step longer.
 
 The JSON has the gradients of the step without communication in backward (bytes, and
 when each was ready on the slowest rank), and what rank 0 recorded of each way. All times are whole
-microseconds since the start of the step. `simulated ms` in the table is computed from the first of
-these; its error says how close the cost model comes to this machine.
+microseconds since the start of the step. `simulated ms` in the table is computed from the times at
+which that way's own gradients were ready, so its error is that of the network's part alone.
 """
 
 # ruff: noqa: E402
@@ -115,7 +115,7 @@ def main(given: argparse.Namespace) -> None:
     rows = []
     for way, step in recorded.items():
         measured = 1e-3 * step["done"][-1]
-        simulated = simulated_ms(backward, step["caps"], way != FLAT)
+        simulated = simulated_ms(backward_of(steps[way]), step["caps"], way != FLAT)
         error = 100 * (simulated / measured - 1)
         rows.append([way, len(step["bytes"]), simulated, measured, error])
     headers = ["", "messages", "simulated ms", "recorded ms", "error, %"]

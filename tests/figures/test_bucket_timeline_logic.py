@@ -141,6 +141,18 @@ def test_the_figure_finds_the_measured_step_of_every_way():
         end = step["end"] if model == "transformer" else step["done"][-1]
         assert found["end"] == pytest.approx(1e-6 * end)
         assert [one["bytes"] for one in found["sent"]] == step.get("bytes", [])
+        if "ready" in step:
+            assert found["predicted"] == pytest.approx(from_its_compute(model, step, way != "flat"))
+
+
+def from_its_compute(model: str, step: dict[str, list[int]], overlap: bool) -> float:
+    """The end of the step, from the times at which its own gradients were ready."""
+    sizes = [ParameterSize(nbytes, "float32") for nbytes in MODELS[model]["bytes"]]
+    order = range(len(sizes))
+    plan = arrival_plan(sizes, order, step["caps"]) if overlap else [list(order)]
+    ready = tuple(1e-6 * one for one in step["ready"])
+    backward = Backward(ready, tuple(MODELS[model]["bytes"]))
+    return simulate_ring(backward, plan, Link.of(1, 50), 2, overlap).end
 
 
 @pytest.mark.parametrize(

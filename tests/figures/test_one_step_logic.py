@@ -167,7 +167,7 @@ def test_sgd_and_adam_move_the_weights_as_torch_moves_them(figures):
             assert near(figure[f"{name}_truth"], updated(figure["truth"], optimizer)), state
 
 
-# The factor that each leaf of the chapter names. Leaf 2 names none.
+# The factor that each case of the chapter names. Case 2 names none.
 LEAVES = {1: "1", 3: "W", 4: "W", 10: "1", 11: "1/W"}
 
 

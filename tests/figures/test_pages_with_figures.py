@@ -19,7 +19,7 @@ def figures_of(page: Path) -> set[str]:
 
 
 PAGES = {
-    p: found for p in [*BOOK.rglob("*.md"), *BOOK.rglob("*.ipynb")] if (found := figures_of(p))
+    p: found for p in [*BOOK.rglob("[!R]*.md"), *BOOK.rglob("*.ipynb")] if (found := figures_of(p))
 }
 
 
@@ -61,7 +61,7 @@ def source(tmp_path: Path) -> Path:
         "_static/figures/figure.js": "",
         "_static/figures/circles.js": "",
         "_static/figures/logic/circles.js": "",
-        "_static/figures/still/circles.svg": STILL,
+        "_static/figures/still/circles-w-4-on-1.svg": STILL,
     }.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
@@ -83,7 +83,7 @@ def test_the_directive_puts_picture_caption_and_scripts_on_its_page_alone(source
     text = (out / "sub" / "with.html").read_text()
     assert '<figure class="playable" id="playable-circles" data-figure="circles"' in text
     assert 'data-state="w=4&amp;on=1"' in text
-    assert 'src="../_static/figures/still/circles.svg"' in text
+    assert 'src="../_static/figures/still/circles-w-4-on-1.svg"' in text
     assert 'alt="Two circles. The left one is larger."' in text
     assert "The <em>caption</em>." in text
     loaded = re.findall(r'<script defer="defer" src="\.\./_static/figures/([\w/]+\.js)', text)
@@ -96,11 +96,13 @@ def test_the_directive_puts_picture_caption_and_scripts_on_its_page_alone(source
 
 
 def test_a_figure_without_its_files_is_an_error_that_names_them(source):
-    (source / "_static/figures/still/circles.svg").unlink()
+    (source / "_static/figures/still/circles-w-4-on-1.svg").unlink()
     (source / "_static/figures/logic/circles.js").unlink()
     _, warnings = build(source)
     assert "the figure 'circles' needs" in warnings
-    assert "_static/figures/logic/circles.js, _static/figures/still/circles.svg" in warnings
+    assert (
+        "_static/figures/logic/circles.js, _static/figures/still/circles-w-4-on-1.svg" in warnings
+    )
 
 
 def test_a_picture_without_a_description_is_refused(tmp_path):

@@ -23,7 +23,7 @@ LEAVES = range(1, 12)
 
 def printed_for(leaf: int) -> list[str]:
     """The ratio for each factor, the cosine, and the right factor."""
-    (cell,) = (c for c in CELLS if f"\nrun_leaf({leaf}, " in f"\n{c.source}")
+    (cell,) = (c for c in CELLS if f"\nrun_case({leaf}, " in f"\n{c.source}")
     headers, _, row = "".join(output.text for output in cell.outputs).strip().splitlines()
     assert headers.split() == ["ratio,", "×1", "ratio,", "×W", "ratio,", "×1/W", "cosine", "right"]
     return row.split()

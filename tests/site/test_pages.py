@@ -20,7 +20,7 @@ from labkit.launch.scripts import project_root
 
 TABLE = yaml.safe_load((project_root() / "book" / "_toc.yml").read_text())
 FILES = [chapter["file"] for part in TABLE["parts"] for chapter in part["chapters"]]
-PAGES = [f"{name}.html" for name in (TABLE["root"], *FILES, "genindex", "search")]
+PAGES = [f"{name}.html" for name in (TABLE["root"], *FILES, "search")]
 
 MEGABYTE = 1_000_000
 SLOW_4G = {
@@ -162,6 +162,13 @@ def test_fewer_than_ten_blocks_of_code_scroll_sideways_on_a_laptop(site: Path, o
         page.goto((site / name).as_uri())
         found += [f"{name}: {block}" for block in page.evaluate(SCROLLING_CODE)]
     assert len(found) < 10, "\n".join(found)
+
+
+@pytest.mark.parametrize("paper", ["A4", "Letter"])
+def test_the_page_to_print_is_one_sheet(site: Path, open_page: OpenPage, paper):
+    opened = open_page(site / "reference" / "one_page.html")
+    opened.page.wait_for_selector("mjx-container")
+    assert len(re.findall(rb"/Type /Page\b", opened.page.pdf(format=paper))) == 1
 
 
 @pytest.mark.parametrize("words", ["MiniDDP", "run_ranks"])

@@ -201,7 +201,7 @@
     tools.text(0, y, "Time of the step", { "font-weight": 600 });
     const rows = [
       [["this plan"], step.end, color.accent],
-      ...(recorded ? [[["measured"], recorded.end, color.muted]] : []),
+      ...(recorded ? [[[recorded.predicted ? "recorded" : "measured"], recorded.end, color.muted]] : []),
       [["one message after backward", "one message"], flat, color.muted],
       [["lower limit of any plan", "lower limit"], limit, color.right],
     ];
@@ -259,11 +259,13 @@
       `Predicted with ${buckets}: ${time(step.end)}, of which ${time(all.exposed)} wait for the network. ` +
       `No plan ends before ${time(limit)}; one message after backward takes ${time(flat)}. ${advice(all, state)}`;
     if (recorded) {
-      const error = 100 * (step.end / recorded.end - 1);
+      const given = recorded.predicted ?? step.end;
+      const error = 100 * (given / recorded.end - 1);
       const side = error < 0 ? "below" : "above";
-      text += ` Measured: ${time(recorded.end)}; the prediction is ${Math.abs(error).toFixed(1)} % ${side} it.`;
-      if (recorded.sent.length && state.overlap)
-        text += " Other programs ran on the machine, so the recorded forward and backward differ from the model's.";
+      const away = `${Math.abs(error).toFixed(1)} % ${side} it`;
+      text += recorded.predicted
+        ? ` Recorded: ${time(recorded.end)}. From the times at which rank 0's gradients were ready in it, the rule gives ${time(given)}, ${away}.`
+        : ` Measured: ${time(recorded.end)}; the prediction is ${away}.`;
     }
     return text;
   }

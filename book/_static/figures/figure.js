@@ -1,6 +1,6 @@
 // The frame of every figure to play with: controls, state, address, and helpers for drawing.
 //
-// A figure is one call of Figures.register (book/teach/authors.md describes it). The frame finds
+// A figure is one call of Figures.register (book/README.md describes it). The frame finds
 // each <figure class="playable" data-figure="NAME"> of the page, replaces its still picture, and
 // calls the figure's draw() after every change of the state. It loads nothing and works from
 // file://.
@@ -143,7 +143,7 @@
       const live = html("div", { class: "figure-live" });
       const heading = html("p", { class: "figure-title", id: `${id}-title` }, live);
       heading.textContent = definition.title;
-      html("p", { class: "figure-try", text: definition.tryThis }, live);
+      html("p", { class: "figure-try", text: figure.dataset.try ?? definition.tryThis }, live);
       this.controls = html(
         "div",
         { class: "figure-controls", role: "group", "aria-labelledby": `${id}-title` },
@@ -161,7 +161,7 @@
       this.after = html("div", { class: "figure-after" }, live);
       const bar = html("div", { class: "figure-bar" }, live);
       const button = (text, onclick) => html("button", { type: "button", text, onclick }, bar);
-      button("Copy link", () => this.copyLink());
+      button("Copy link", () => this.copy(this.address(), "Link"));
       button("Reset", () => this.change(copy(this.start)));
       this.note = html("span", { class: "figure-note", role: "status" }, bar);
 
@@ -220,6 +220,8 @@
         page: (path) => (document.documentElement.dataset.content_root ?? "./") + path,
         calm: matchMedia("(prefers-reduced-motion: reduce)").matches,
         after: this.after,
+        copy: (text, name) => this.copy(text, name),
+        link: () => this.address(),
         figure: this.figure,
       };
       return tools;
@@ -329,20 +331,19 @@
       this.figure.scrollIntoView({ block: "start" });
     }
 
-    async copyLink() {
-      const link = this.address();
+    async copy(text, name) {
       let copied = false;
       try {
-        await navigator.clipboard.writeText(link);
+        await navigator.clipboard.writeText(text);
         copied = true;
       } catch {
-        const area = html("textarea", { class: "figure-hidden", "aria-label": "link" }, this.live);
-        area.value = link;
+        const area = html("textarea", { class: "figure-hidden", "aria-label": name }, this.live);
+        area.value = text;
         area.select();
         copied = document.execCommand("copy"); // for browsers that keep the clipboard from files
         area.remove();
       }
-      this.note.textContent = copied ? "Link copied." : `Copy this link: ${link}`;
+      this.note.textContent = copied ? `${name} copied.` : `Copy this: ${text}`;
     }
   }
 

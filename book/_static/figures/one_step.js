@@ -44,7 +44,7 @@
   const PLACES = {
     bypassed: ["puzzles/bypassed_wrapper.html", "Around the wrapper, nothing is averaged"],
     window: ["puzzles/mean_of_means.html#divided-twice", "Divided twice, or not at all"],
-    summed: ["start/when_to_multiply.html#leaf-11", "leaf 11, with unequal counts"],
+    summed: ["start/when_to_multiply.html#leaf-11", "case 11, with unequal counts"],
     join: ["surprises/in_the_data.html#uneven-inputs", "One rank has one more batch"],
     no_sync: ["puzzles/accumulate_vs_ddp.html", "Accumulation and DDP"],
   };
@@ -349,8 +349,8 @@
 
     const line = tools.html("p", {}, tools.after);
     const where = place(state, now);
-    const [address, text] = where ?? [`start/when_to_multiply.html#leaf-${now.leaf}`, `leaf ${now.leaf}: ${ROWS[now.leaf]}`];
-    line.append(where ? "Explained in " : "In the tree of “When do I multiply?”, this is ");
+    const [address, text] = where ?? [`start/when_to_multiply.html#leaf-${now.leaf}`, `case ${now.leaf}: ${ROWS[now.leaf]}`];
+    line.append(where ? "Explained in " : "In “When do I multiply?”, this is ");
     tools.html("a", { href: tools.page(address), text }, line);
     line.append(".");
 

@@ -27,10 +27,21 @@
 
   function says(state) {
     const { leaf, possible } = walk(state);
-    if (!leaf) return `${possible.length} of the 11 leaves are left.`;
+    if (!leaf) return `${possible.length} of the 11 cases are left.`;
     const { factor, why, measured } = LEAVES[leaf];
     const [ratio, cosine] = measured.map((each) => each.toFixed(4));
     return `${SAID[factor]} ${why} Measured on two ranks with ×1: ratio ${ratio}, cosine ${cosine}.`;
+  }
+
+  // The answer for a forum: what was asked and answered, the line, the reason, and the address.
+  function markdown(state, address) {
+    const { asked, leaf } = walk(state);
+    const answers = asked.map((key) => {
+      const [, text] = QUESTIONS[key].answers.find(([value]) => value === state[key]);
+      return `- ${QUESTIONS[key].text} **${text}**`;
+    });
+    const code = `\`\`\`python\n${LEAVES[leaf].line}\n\`\`\``;
+    return [answers.join("\n"), code, says(state), `[Case ${leaf}](${address})`].join("\n\n");
   }
 
   function chip(tools, x, y, wide, leaf, { chosen, possible }) {
@@ -45,7 +56,7 @@
     });
     const [small, large] = [{ "font-size": 12 }, { "font-size": 13, "font-weight": 600 }];
     const middle = { "text-anchor": "middle", fill: ink };
-    tools.text(x + wide / 2, y + 17, `leaf ${leaf}`, { ...middle, "font-size": 12 });
+    tools.text(x + wide / 2, y + 17, `case ${leaf}`, { ...middle, "font-size": 12 });
     tools.text(x + wide / 2, y + 35, SHORT[factor], { ...middle, ...(wide < 90 ? small : large) });
   }
 
@@ -77,8 +88,10 @@
     tools.html("pre", { class: "figure-code", tabindex: 0, "aria-label": "The line to write", text: line }, tools.after);
     const text = tools.html("p", {}, tools.after);
     const address = tools.page(`start/when_to_multiply.html#leaf-${leaf}`);
-    tools.html("a", { href: address, text: `See leaf ${leaf} run` }, text);
-    text.append(", then try your own loss there.");
+    tools.html("a", { href: address, text: `See case ${leaf} run` }, text);
+    text.append(", then try your own loss there. ");
+    const onclick = () => tools.copy(markdown(state, tools.link()), "Answer");
+    tools.html("button", { type: "button", "data-focus": "markdown", text: "Copy as Markdown", onclick }, text);
   }
 
   Figures.register({

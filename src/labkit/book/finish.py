@@ -13,11 +13,16 @@ import textwrap
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from bs4 import BeautifulSoup, Tag
 from fontTools import subset
 from fontTools.ttLib import TTFont
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 from labkit.book import styles
 from labkit.book.result_tables import show_tables
@@ -31,6 +36,8 @@ SYSTEMS = '(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light
 WIDE = 660
 ICON = re.compile(r'((?:\.fa-[\w-]+:before,?)+)\{content:"\\(\w+)"\}')
 OLD_NAMES = re.compile(r"@font-face\{[^}]*font-family:(FontAwesome|Font Awesome\\ 5)[^}]*\}")
+# A cell of one statement: NAME = """, a script, """.
+SCRIPT = re.compile(r'(\w+) = """\\?\n((?:(?!""").)*)"""\n?', re.DOTALL)
 COLUMNS = re.compile(r"─|\S {2,}\S")
 FONT = re.compile(r'url\(\.\./webfonts/([\w-]+)\.woff2\) format\("woff2"\),url\([^)]+\) [^;}]+')
 
@@ -68,6 +75,7 @@ def finished_page(text: str) -> str:
     _name_things(page)
     _open_figures(page)
     show_tables(page)
+    _show_scripts(page)
     _wrap_sentences(page)
     _break_names(page)
     return str(page)
@@ -169,6 +177,27 @@ def _break_names(page: BeautifulSoup) -> None:
                 name.extend([part, page.new_tag("wbr")])
 
 
+def _show_scripts(page: BeautifulSoup) -> None:
+    """A cell that only holds a script, as a string, shows the script in colors, with its file."""
+    for block in page.select("div.cell_input div.highlight pre"):
+        found = SCRIPT.fullmatch(block.get_text())
+        if found is None:
+            continue
+        name, script = f"{found[1].lower()}.py", found[2]
+        colored = highlight(script, PythonLexer(), HtmlFormatter(nowrap=True))
+        # Elsewhere than in <pre>, the parser would shorten the indentation.
+        shown = BeautifulSoup(f"<pre>{colored}</pre>", "html.parser").pre
+        block.clear()
+        block.extend(list(shown.contents) if shown else [])
+        address = f"data:text/x-python;charset=utf-8,{quote(script)}"
+        link = page.new_tag("a", attrs={"href": address, "download": name})
+        link.string = f"Download {name}"
+        caption = page.new_tag("p", attrs={"class": "script-file"})
+        caption.append(link)
+        if cell := block.find_parent(class_="cell_input"):
+            cell.append(caption)
+
+
 def _wrap_sentences(page: BeautifulSoup) -> None:
     """Long lines of an output are broken, unless it has columns, which a break would tear apart."""
     for block in page.select("div.cell_output pre"):
@@ -215,7 +244,17 @@ def _cut(path: Path, codes: set[int]) -> bytes:
     return out.getvalue()
 
 
+def count_on_each_page(app: Sphinx, env: BuildEnvironment) -> list[str]:
+    """Number the exercises of each page without a chapter number from 1, not through the book."""
+    for kinds in env.toc_fignumbers.values():
+        for numbers in kinds.values():
+            if all(len(number) == 1 for number in numbers.values()):
+                numbers |= {name: (n,) for n, name in enumerate(numbers, 1)}
+    return []
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register the last step of a build with Sphinx."""
+    """Register the numbering, and the last step of a build, with Sphinx."""
+    app.connect("env-get-updated", count_on_each_page, priority=900)  # after Sphinx has counted
     app.connect("build-finished", finish, priority=900)  # after the theme has written its sheets
     return {"parallel_read_safe": True, "parallel_write_safe": True}

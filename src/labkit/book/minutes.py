@@ -91,8 +91,8 @@ def write(pages: Iterable[Path]) -> None:
 
 
 def pages_of(book: Path) -> list[Path]:
-    """Every page of `book`."""
-    found = [*book.rglob("*.md"), *book.rglob("*.ipynb")]
+    """Every page of `book`; README.md is for those who write them."""
+    found = [*book.rglob("[!R]*.md"), *book.rglob("*.ipynb")]
     return sorted(page for page in found if ".ipynb_checkpoints" not in page.parts)
 
 

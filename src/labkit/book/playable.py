@@ -2,6 +2,7 @@
 
     ```{playable} one_step
     :state: w=4&loss=sum
+    :try: What to do first, in place of the figure's own line.
 
     The caption.
     ```
@@ -9,12 +10,14 @@
 It needs three files in the folder `_static/figures` of the book: `NAME.js` draws, `logic/NAME.js`
 computes, `still/NAME.svg` is the picture for readers without JavaScript (`make figures-stills`).
 The page loads the figure's scripts and the frame (`figure.js`, `figure.css`); other pages load
-nothing. `:state:` changes the state that the figure starts with, written as in the address.
+nothing. `:state:` changes the state that the figure starts with, written as in the address; a
+state has a picture of its own.
 
 This module is a Sphinx extension; `_config.yml` names it.
 """
 
 import html
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +36,7 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 
 class Playable(nodes.General, nodes.Element):
-    """A figure: attributes `figure`, `state`, `alt`; its children are the caption."""
+    """A figure: attributes `figure`, `state`, `first`, `alt`; its children are the caption."""
 
 
 class PlayableDirective(SphinxDirective):
@@ -41,18 +44,21 @@ class PlayableDirective(SphinxDirective):
 
     required_arguments = 1
     has_content = True
-    option_spec: ClassVar[dict[str, Callable[[str], Any]]] = {"state": directives.unchanged}
+    option_spec: ClassVar[dict[str, Callable[[str], Any]]] = {
+        "state": directives.unchanged,
+        "try": directives.unchanged,
+    }
 
     def run(self) -> list[nodes.Node]:
-        name = self.arguments[0]
+        name, state = self.arguments[0], self.options.get("state", "")
         folder = Path(self.env.srcdir) / FOLDER
-        missing = [path for path in _files(name) if not (folder / path).is_file()]
+        missing = [path for path in _files(name, state) if not (folder / path).is_file()]
         if missing:
             needed = ", ".join(str(FOLDER / path) for path in missing)
             raise self.error(f"the figure {name!r} needs {needed}")
-        self.env.note_dependency(str(folder / still(name)))
-        alt = description(folder / still(name))
-        node = Playable(figure=name, state=self.options.get("state", ""), alt=alt)
+        self.env.note_dependency(str(folder / still(name, state)))
+        alt = description(folder / still(name, state))
+        node = Playable(figure=name, state=state, first=self.options.get("try", ""), alt=alt)
         self.state.nested_parse(self.content, self.content_offset, node)
         return [node]
 
@@ -62,13 +68,14 @@ def scripts(name: str) -> list[str]:
     return ["figure.js", f"logic/{name}.js", f"{name}.js"]
 
 
-def still(name: str) -> str:
-    """The still picture of a figure, below `FOLDER`."""
-    return f"still/{name}.svg"
+def still(name: str, state: str = "") -> str:
+    """The still picture of a figure in a state that it starts with, below `FOLDER`."""
+    words = "-".join([name, *re.findall(r"\w+", state)])
+    return f"still/{words}.svg"
 
 
-def _files(name: str) -> list[str]:
-    return [*scripts(name), "figure.css", still(name)]
+def _files(name: str, state: str) -> list[str]:
+    return [*scripts(name), "figure.css", still(name, state)]
 
 
 def description(picture: Path) -> str:
@@ -83,11 +90,13 @@ def description(picture: Path) -> str:
     return f"{texts[0]}. {texts[1]}"
 
 
-def opening(name: str, state: str = "", picture: str = "", alt: str = "") -> str:
+def opening(name: str, state: str = "", first: str = "", picture: str = "", alt: str = "") -> str:
     """The HTML of a figure up to its caption. `picture` is the address of the still picture."""
     attributes = {"class": "playable", "id": f"playable-{name}", "data-figure": name}
     if state:
         attributes["data-state"] = state
+    if first:
+        attributes["data-try"] = first
     parts = [f"<figure{_written(attributes)}>"]
     if picture:
         shown = {"class": "figure-still", "src": picture, "alt": alt}
@@ -101,8 +110,9 @@ def _written(attributes: dict[str, str]) -> str:
 
 def _visit(translator: Any, node: Playable) -> None:
     page = translator.builder.get_target_uri(translator.builder.current_docname)
-    picture = relative_uri(page, (FOLDER / still(node["figure"])).as_posix())
-    translator.body.append(opening(node["figure"], node["state"], picture, node["alt"]))
+    name, state = node["figure"], node["state"]
+    picture = relative_uri(page, (FOLDER / still(name, state)).as_posix())
+    translator.body.append(opening(name, state, node["first"], picture, node["alt"]))
     translator.body.append("\n<figcaption>\n")
 
 

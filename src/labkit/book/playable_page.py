@@ -55,8 +55,8 @@ def names(book: Path) -> list[str]:
     return sorted(p.stem for p in folder.glob("*.js") if (book / FOLDER / p.name).is_file())
 
 
-def page(book: Path, out: Path, figures: Sequence[str], theme: str = "") -> str:
-    """A page with `figures`, whose addresses are relative to the folder `out`.
+def page(book: Path, out: Path, figures: Sequence[str], theme: str = "", state: str = "") -> str:
+    """A page with `figures` in `state`; their addresses are relative to the folder `out`.
 
     It starts in the theme "light" or "dark", or in the one that the reader's browser prefers.
     """
@@ -65,7 +65,7 @@ def page(book: Path, out: Path, figures: Sequence[str], theme: str = "") -> str:
     parts = {
         "CHOSEN": theme,
         "SCRIPTS": "\n".join(f'<script defer src="FOLDER/{one}"></script>' for one in loaded),
-        "FIGURES": "\n".join(f"{opening(name)}\n</figure>" for name in figures),
+        "FIGURES": "\n".join(f"{opening(name, state)}\n</figure>" for name in figures),
         "FOLDER": folder,
     }
     text = _PAGE

@@ -46,14 +46,14 @@ def test_keys_on_the_sliders_change_the_prediction(open_figure):
 
 def test_the_recorded_steps_are_reached_by_keyboard_and_leave_when_the_choices_do(open_figure):
     opened = open_figure(NAME)
-    assert "Measured:" in opened.says()
+    assert "Recorded:" in opened.says()
     preset = opened.page.get_by_role("button", name="torch's caps")
     preset.focus()
     preset.press("Enter")
     assert preset.get_attribute("aria-pressed") == "true"
     assert "Recorded: torch's DDP" in opened.page.locator(".figure-drawing").text_content()
     opened.page.locator('input[data-key="w"]').press("ArrowRight")
-    assert "Measured" not in opened.says()
+    assert "Recorded" not in opened.says()
     assert "Recorded: " not in opened.page.locator(".figure-drawing").text_content()
     opened.page.get_by_role("button", name="Reset").press("Enter")
-    assert "Measured:" in opened.says()
+    assert "Recorded:" in opened.says()

@@ -29,7 +29,7 @@ def test_answers_lead_to_every_leaf_of_the_tree(open_figure):
             figure.get_by_label(answer, exact=True).check(force=True)
         expect(figure.locator("pre")).to_have_text(leaf["line"])
         expect(figure.locator(".figure-says")).to_contain_text(f"ratio {leaf['measured'][0]:.4f}")
-        link = figure.get_by_role("link", name=f"See leaf {number} run")
+        link = figure.get_by_role("link", name=f"See case {number} run")
         expect(link).to_have_attribute("href", re.compile(rf"when_to_multiply.html#leaf-{number}$"))
 
 
@@ -45,8 +45,22 @@ def test_the_arrow_keys_answer_and_the_focus_stays(open_figure):
 def test_an_open_question_says_how_many_leaves_are_left(open_figure):
     figure = open_figure("which_factor").page.locator("figure.playable")
     figure.get_by_label("summed", exact=True).check(force=True)
-    expect(figure.locator(".figure-says")).to_have_text("2 of the 11 leaves are left.")
+    expect(figure.locator(".figure-says")).to_have_text("2 of the 11 cases are left.")
     expect(figure.locator("pre")).to_have_count(0)
+
+
+def test_the_answer_can_be_copied_for_a_forum_with_its_address(open_figure):
+    page = open_figure("which_factor").page
+    figure = page.locator("figure.playable")
+    figure.get_by_label("the global count", exact=True).check(force=True)
+    page.evaluate("navigator.clipboard.writeText = (text) => { window.copied = text }")
+    figure.get_by_role("button", name="Copy as Markdown").click()
+    expect(figure.locator(".figure-note")).to_have_text("Answer copied.")
+    copied = page.evaluate("window.copied")
+    assert "- What does the loss divide by? **the global count**" in copied
+    assert "```python\nloss = losses.sum() / samples_on_all_ranks * world_size\n```" in copied
+    assert "ratio 0.5000, cosine 1.0000" in copied
+    assert copied.endswith("#which_factor:divide=all)")
 
 
 STATE = "Figures.states().token_weights"

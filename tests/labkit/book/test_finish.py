@@ -1,6 +1,7 @@
 """Finished pages have names for those who do not see them; the browser tests find the rest."""
 
 from types import SimpleNamespace
+from urllib.parse import unquote
 
 import nbformat
 import pytest
@@ -36,6 +37,20 @@ def test_a_figure_is_a_link_to_its_file_and_scrolls_on_a_phone_if_it_is_wide():
     assert (one.img["loading"], one.img["width"], one.img["height"]) == ("lazy", "651", "9")
     assert other["class"] == ["full-figure", "wide-figure"]
     assert other["style"] == "--figure-width: 771px"
+
+
+def test_a_script_in_a_string_is_shown_in_colors_and_can_be_downloaded():
+    cell = '<div class="cell_input"><div class="highlight"><pre>{}</pre></div></div>'
+    string = 'TRAIN = """\nimport os\nif os:\n    print(1 &lt; 2, "x")\n"""\n'
+    page = BeautifulSoup(finished_page(cell.format(string)), "html.parser")
+    assert page.pre
+    assert page.pre.get_text() == 'import os\nif os:\n    print(1 < 2, "x")\n'
+    assert page.select_one("pre span.kn")
+    assert page.a
+    assert page.a["download"] == "train.py"
+    assert unquote(page.a["href"]).endswith(page.pre.get_text())
+    other = cell.format("TRAIN = 1\n")
+    assert finished_page(other) == other
 
 
 PAGE = """<html><head><title>Less often — How gradients are combined</title>

@@ -120,8 +120,9 @@
       : backwardLike(bytes, forward * 1e-6, backward * 1e-6);
   }
 
-  // The recorded step of these choices (see predict), if there is one; null otherwise. Of a step
-  // that was timed as a whole, only the end is known, and sent is empty.
+  // The recorded step of these choices (see predict), if there is one; null otherwise. `predicted`
+  // is its end as the rule gives it from the times at which its own gradients were ready. Of a
+  // step that was timed as a whole, only the end is known, and sent is empty.
   function recorded(name, { w, gbit, latency, cap, first, speed, overlap }) {
     const { ranks, gbit_per_s: rate, latency_us: alpha } = DATA.link;
     if (w !== ranks || gbit !== rate || latency !== alpha || speed !== 1) return null;
@@ -142,7 +143,11 @@
       done: done[place],
     }));
     const [forward] = seconds([step.forward]);
-    return { way, forward, ready: seconds(step.ready), sent, end: Math.max(...done) };
+    const ready = seconds(step.ready);
+    const { bytes } = DATA.models[name];
+    const choices = { w, gbit, latency, cap, first, speed, overlap };
+    const predicted = predict({ forward, ready, bytes }, choices).step.end;
+    return { way, forward, ready, sent, end: Math.max(...done), predicted };
   }
 
   // Everything that the figure shows. `backward` is { forward, ready, bytes }; the choices are

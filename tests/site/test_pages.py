@@ -40,7 +40,7 @@ HIDDEN_VERDICTS = """(verdicts) => [...document.querySelectorAll(".result-table"
     const heads = [...box.querySelectorAll("thead th")].filter(
         (head) => verdicts.includes(head.textContent));
     const shown = box.querySelectorAll(
-        "tr > :nth-child(-n + 2), .mark, .glyphs .verdict-glyph");
+        "tr > :nth-child(-n + 2), .agrees, .glyphs .verdict-glyph");
     return box.offsetParent && [...heads, ...shown]
         .some((one) => one.getBoundingClientRect().right > edge);
 }).map((box) => box.textContent.slice(0, 80))"""

@@ -198,7 +198,7 @@ def _order(found: TextTable) -> list[int]:
 
 def _mark(page: BeautifulSoup, header: str, text: str) -> Tag:
     """A check mark or a cross in place of yes or no."""
-    mark = page.new_tag("span", attrs={"class": "mark" if text == "yes" else "mark wrong"})
+    mark = page.new_tag("span", attrs={"class": "agrees" if text == "yes" else "agrees wrong"})
     mark["role"], mark["aria-label"] = "img", f"{header}: {text}"
     mark.string = "✓" if text == "yes" else "✗"
     return mark

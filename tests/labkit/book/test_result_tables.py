@@ -72,7 +72,7 @@ def test_the_verdicts_of_several_groups_are_marks_beside_their_numbers():
     page = shown(table(heads, [["1", "0.5", "yes", "0.7", "no"]]))
     assert heads_of(page) == ["step", "rank 0", "rank 1"]
     assert [cell.get_text() for cell in page.select("tbody td")] == ["1", "0.5✓", "0.7✗"]
-    said = [(mark["aria-label"], "wrong" in mark["class"]) for mark in page.select(".mark")]
+    said = [(mark["aria-label"], "wrong" in mark["class"]) for mark in page.select(".agrees")]
     assert said == [("equal: yes", False), ("equal: no", True)]
 
 

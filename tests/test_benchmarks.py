@@ -6,6 +6,7 @@ import re
 import runpy
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_a_turn_lasts_until_the_slowest_rank_is_done_and_all_ranks_say_the_same(
 
     first, second = run_ranks(work, 2)
     assert first == second
+
+
+def test_the_programs_of_a_block_run_one_right_after_another_in_changing_orders():
+    def work(rank: int) -> list[str]:
+        called: list[str] = []
+        programs = {name: partial(called.append, name) for name in "abcd"}
+        take_turns(programs, 8, lambda: None, blocks=["ab", "cd"])
+        return called
+
+    first, second = run_ranks(work, 2)
+    assert first == second
+    rounds = ["".join(first[i : i + 4]) for i in range(0, 32, 4)]
+    assert {"".join(sorted(each[:2])) for each in rounds} == {"ab", "cd"}
+    assert {"".join(sorted(each[2:])) for each in rounds} == {"ab", "cd"}
+    assert len({each.replace("c", "").replace("d", "") for each in rounds}) == 2
 
 
 # 2. The race --------------------------------------------------------------------------------------

@@ -251,3 +251,79 @@ class OnlyIfNotExpecting(WithUnused):
 class NeverExpects(WithUnused):
     def announce(self, output):
         self.prepare()
+
+
+# %% check_invariants wrong: a DDP of its own, without rank 0's weights
+class OwnStartToo(nn.Module):
+    no_sync = WithNoSync.no_sync
+    sync = True
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.average)
+
+    def forward(self, *inputs):
+        self.expecting = self.sync
+        return self.module(*inputs)
+
+    def average(self, parameter):
+        if self.expecting:
+            parameter.grad *= 1 / dist.get_world_size()
+            dist.all_reduce(parameter.grad)
+
+
+# %% check_window right: all but the last in one block
+def two_parts(ddp, window):
+    def backward(tokens):
+        (loss_of(ddp(tokens[:, :-1]), tokens) / len(window)).backward()
+
+    with ddp.no_sync():
+        for tokens in window[:-1]:
+            backward(tokens)
+    backward(window[-1])
+
+
+# %% check_window right: gradients scaled afterwards
+def scaled_afterwards(ddp, window):
+    for number, tokens in enumerate(window, start=1):
+        ddp.sync = number == len(window)
+        loss_of(ddp(tokens[:, :-1]), tokens).backward()
+    for parameter in ddp.parameters():
+        parameter.grad /= len(window)
+
+
+# %% check_window wrong: all send
+def all_send(ddp, window):
+    for tokens in window:
+        (loss_of(ddp(tokens[:, :-1]), tokens) / len(window)).backward()
+
+
+# %% check_window wrong: only the backward is inside
+def backward_inside(ddp, window):
+    for i, tokens in enumerate(window):
+        loss = loss_of(ddp(tokens[:, :-1]), tokens) / len(window)
+        with nullcontext() if i == len(window) - 1 else ddp.no_sync():
+            loss.backward()
+
+
+# %% check_window wrong: the first one sends
+def first_sends(ddp, window):
+    for i, tokens in enumerate(window):
+        with nullcontext() if i == 0 else ddp.no_sync():
+            (loss_of(ddp(tokens[:, :-1]), tokens) / len(window)).backward()
+
+
+# %% check_window wrong: the sum of the means
+def sum_of_means(ddp, window):
+    for i, tokens in enumerate(window):
+        with nullcontext() if i == len(window) - 1 else ddp.no_sync():
+            loss_of(ddp(tokens[:, :-1]), tokens).backward()
+
+
+# %% check_window wrong: made for four micro-batches
+def made_for_four(ddp, window):
+    for i, tokens in enumerate(window):
+        with nullcontext() if i == 3 else ddp.no_sync():
+            (loss_of(ddp(tokens[:, :-1]), tokens) / 4).backward()

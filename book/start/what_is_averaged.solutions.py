@@ -103,3 +103,36 @@ def relative(model):
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     return ((high - low) / high.abs().clamp(min=1)).max().item()
+
+
+# %% check_shares right: the mean, times the rank's share
+def weighed_mean(outputs, targets):
+    counts = [torch.tensor(0) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor(len(targets)))
+    share = len(targets) / int(sum(counts))
+    return F.mse_loss(outputs, targets) * share * dist.get_world_size()
+
+
+# %% check_shares right: the average of the counts
+def by_the_mean_count(outputs, targets):
+    count = torch.tensor(float(outputs.numel()))
+    dist.all_reduce(count)
+    count /= dist.get_world_size()
+    return F.mse_loss(outputs, targets, reduction="sum") / count
+
+
+# %% check_shares wrong: without the world size
+def without_the_factor(outputs, targets):
+    count = torch.tensor(len(targets))
+    dist.all_reduce(count)
+    return (outputs - targets).square().sum() / count
+
+
+# %% check_shares wrong: times W, and divided by the own count
+def factor_on_the_mean(outputs, targets):
+    return F.mse_loss(outputs, targets) * dist.get_world_size()
+
+
+# %% check_shares wrong: made for four ranks and eight samples
+def written_in(outputs, targets):
+    return (outputs - targets).square().sum() * 4 / 8

@@ -4,7 +4,7 @@
 
 `python -m labkit.book.chapters update` writes them into the chapters that it has run. What is
 folded, hidden, or written by a survey takes no time. An exercise takes the time of its text, and a
-fixed time for its kind.
+fixed time for its kind: a starter tagged `one-line` has one line to repair.
 """
 
 import itertools
@@ -113,21 +113,20 @@ def _of_path(row: str, book: Path) -> int:
 def _of_label(label: str, book: Path) -> int:
     for page in pages_of(book):
         if f"({label})=" in page.read_text():
-            in_it = (piece.seconds for piece in pieces(page) if piece.label == label)
+            in_it = (p.seconds for p in pieces(page) if p.label == label and not p.of_exercises)
             return math.ceil(sum(in_it) / 60)
     raise ValueError(f"the front page links to {label}, and no page has a section of this label")
 
 
 def _of_part(page: Path, what: str) -> int:
-    """Minutes for a part of `page`: all of it, or "up to *Heading*"; and its first exercise."""
+    """Minutes for `page` "up to *Heading*" with the exercises so far, and for a program to write
+    or repair after that ("Then …").
+    """
     found = pieces(page)
-    if until := re.search(r"up to \*(.+?)\*", what):
-        headings = [piece.heading for piece in found]
-        found = found[: headings.index(until[1])]
-    total = sum(piece.seconds for piece in found if not piece.of_exercises)
-    if "exercise" in what:
-        total += PREDICTION
-    return math.ceil(total / 60)
+    headings = [piece.heading for piece in found]
+    [until] = re.findall(r"up to \*(.+?)\*", what)
+    read = sum(piece.seconds for piece in found[: headings.index(until)])
+    return math.ceil((read + PROGRAM * ("Then " in what)) / 60)
 
 
 class _Reader:
@@ -141,7 +140,8 @@ class _Reader:
         if cell.cell_type == "markdown":
             yield from self._text(cell.source)
         elif not self.solution and self.exercise:
-            if "starter" in cell.metadata.get("tags", []):
+            tags = cell.metadata.get("tags", [])
+            if "starter" in tags and "one-line" not in tags:
                 yield self._piece(PROGRAM - QUESTION)
         elif not self.solution:
             yield self._piece(_seconds_of_code(cell))

@@ -1,0 +1,169 @@
+"""The programs of labs/programs are right, and the check sees every bug that it can plant."""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from labkit.book import check as checks
+from labkit.book.check import (
+    NAMES,
+    Bug,
+    NotYetError,
+    bugs_of,
+    check,
+    faults,
+    main,
+    with_bug,
+)
+from labkit.launch import project_root, run_ranks
+
+ROOT = project_root()
+PROGRAMS = ROOT / "labs/programs"
+SEEDS = (5, 4321)
+
+
+def rows_of_versions(
+    rank: int, world_size: int, program: str, versions: list[str], folder: Path
+) -> list[list[Any]]:
+    """For each version and seed, the tables that this rank's function returns the row of."""
+    found = []
+    for number, text in enumerate(versions):
+        for seed in SEEDS:
+            names = {"__name__": "program"}
+            exec(compile(text, f"{program} {number}", "exec"), names)
+            function = names["evaluate" if program == "evaluate" else "train"]
+            stop = 48 // 4 // world_size + 1
+            checkpoint = folder / f"{number}-{seed}.pt"
+            runs: list[Any] = [seed]
+            if program == "resume":
+                run = argparse.Namespace
+                runs = [
+                    run(seed=seed, checkpoint=path, stop=at)
+                    for path, at in ((None, None), (checkpoint, stop), (checkpoint, None))
+                ]
+            rows: list[Any] = []
+            for argument in runs:
+                dist.barrier()  # rank 0 has written the checkpoint
+                try:
+                    rows.append(function(argument, rank, world_size))
+                except RuntimeError as error:
+                    rows.append(str(error))
+            found.append([row for row in rows if row])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("program", NAMES)
+def test_the_check_accepts_a_program_and_sees_each_of_its_bugs(program, world_size, tmp_path):
+    text = (PROGRAMS / f"{program}.py").read_text()
+    bugs = [Bug("", "", "none"), *bugs_of(program)]
+    versions = [text, *(with_bug(text, bug) for bug in bugs[1:])]
+    of_ranks = run_ranks(rows_of_versions, world_size, program, versions, tmp_path, timeout=300)
+    missed = []
+    for number, runs in enumerate(zip(*of_ranks, strict=True)):
+        bug, seed = bugs[number // len(SEEDS)], SEEDS[number % len(SEEDS)]
+        tables = [list(rows) for rows in zip(*runs, strict=True)]
+        raised = any(isinstance(row, str) for table in tables for row in table)
+        said = "raises" if raised else faults(program, seed, tables)
+        print(f"{program}, {world_size} ranks, seed {seed}: {bug.says}\n{said}")
+        if bool(said) != bool(bug.right):
+            missed.append(f"{bug.says} → {said or 'accepted'}")
+    assert not missed, "\n".join(missed)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch) -> Path:
+    """A checkout that is the current folder and has the programs only."""
+    shutil.copytree(PROGRAMS, tmp_path / "labs/programs")
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(monkeypatch, *arguments: object) -> object:
+    """The exit code of the command: a text if it ends with one."""
+    monkeypatch.setattr(sys, "argv", ["check", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_a_program_is_run_under_torchrun_and_found_right(checkout, capsys):
+    check(checkout / "labs/programs/log_mean.py", [2])
+    assert capsys.readouterr().out.startswith("Right on 2 ranks, with --seed ")
+
+
+def test_a_resume_with_a_bug_is_compared_with_the_run_that_does_not_stop(checkout, monkeypatch):
+    main_with(monkeypatch, "--plant", 8, "labs/programs/resume.py")
+    said = call(monkeypatch, "--ranks", 3, "notebooks/resume_8.py")
+    assert "On 3 ranks, with --seed " in said
+    assert "every rank, moved: " in said
+    assert "if stopped and resumed" in said
+    assert "Look at what the checkpoint has of the model, the optimizer" in said
+
+
+def main_with(monkeypatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["check", *map(str, arguments)])
+    main()
+
+
+HARD_CODED = """
+import os
+if os.environ["RANK"] == "0":
+    print("rank    step_4    step_8   step_12     moved")
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        print(f"{rank:4}  4.691862  0.557698  0.282857  2.569982")
+"""
+WRITTEN = {
+    "raise ValueError('no data')": "It fails:\nTraceback .*ValueError: no data",
+    "print('done')": "It prints no line with the names of the columns: rank  step_4",
+    "print('rank step_4 step_8 step_12 moved\\n0 1 1 1 nan')": "it needs 2 lines, one for each",
+    "import time; time.sleep(600)": "It had not ended after 3 s, and was stopped",
+    HARD_CODED: r"every rank, step_4: 4\.691862, and expected",
+}
+
+
+@pytest.mark.parametrize("text", WRITTEN, ids=["raises", "no table", "a row", "hangs", "a fake"])
+def test_a_file_that_is_no_right_program_is_told_why(text, checkout, monkeypatch):
+    if "sleep" in text:
+        monkeypatch.setattr(checks, "TIMEOUT", 3)
+    file = checkout / "log_mean_1.py"
+    file.write_text(text)
+    with pytest.raises(NotYetError, match=f"(?s){WRITTEN[text]}"):
+        check(file, [2])
+
+
+def test_two_numbers_in_a_row_plant_different_bugs_and_reveal_tells_them(
+    checkout, monkeypatch, capsys
+):
+    copies = []
+    for number in (7, 8):
+        main_with(monkeypatch, "--plant", number, "labs/programs/mixed.py")
+        copies.append((checkout / f"notebooks/mixed_{number}.py").read_text())
+        main_with(monkeypatch, "--reveal", f"notebooks/mixed_{number}.py")
+        bug = bugs_of("mixed")[number % len(bugs_of("mixed"))]
+        assert bug.says in capsys.readouterr().out
+        assert copies[-1] == with_bug((PROGRAMS / "mixed.py").read_text(), bug)
+    assert copies[0] != copies[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["labs/programs/none.py"], "There is no file labs/programs/none.py"),
+        (["pyproject.toml"], "is not a version of a program"),
+        (["--reveal", "labs/programs/resume.py"], "resume.py has no number"),
+        (["--plant", "7", "notebooks/resume_7.py"], "plant bugs in the one of labs/programs"),
+        (["--plant", "7", "labs/programs/resume.py"], "is there already: remove it"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused(arguments, said, checkout, monkeypatch, capsys):
+    main_with(monkeypatch, "--plant", 7, "labs/programs/resume.py")
+    assert call(monkeypatch, *arguments) == 2
+    assert said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""surveys/trainers: its page, its data, and the rows that the pinned environment can run.
+"""surveys/trainers: its page, its data, and what the pinned environment can run; surveys/programs.
 
 `make test` imports nothing of the surveys: all of this is `slow`.
 """
@@ -6,6 +6,8 @@
 import importlib
 import json
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -40,7 +42,15 @@ def test_the_right_loops_are_equal_and_the_wrong_ones_are_not() -> None:
 def test_a_row_is_repeated_beside_what_is_stored(capsys: pytest.CaptureFixture[str]) -> None:
     assert survey("environments").compare(["plain-wrong"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"plain-wrong +W +1\.37 ∠ 0\.867 +1\.37 ∠ 0\.867 +documented", said)
+    assert re.search(r"plain-wrong +token mean +1\.37 ∠ 0\.867 +1\.27 ∠ 0\.891", said)
+    assert "7 of 7 cells are as stored." in said
+
+
+def test_each_row_has_a_lock_with_all_that_it_needs() -> None:
+    lab = survey("environments")
+    locks = {name: lab.lock_of(name).stem for name in survey("trainers").TRAINERS}
+    assert locks["transformers-detr"] == locks["transformers"] == "core"
+    assert {"scipy", "pillow"} <= lab.locked(lab.LOCKS / "core.txt").keys()
 
 
 def test_the_page_prints_the_stored_results() -> None:
@@ -84,3 +94,39 @@ def test_a_certificate_has_the_samples_of_a_step_on_its_ranks_and_in_one_process
     assert one.batches(0) == [first + second for first, second in both]
     first_window = ranks.by_rank()[: len(case.samples)]
     assert first_window == [s for rank in range(2) for batch in case.batches(rank) for s in batch]
+
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+import wandb
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+STEPS = 1000
+dist.init_process_group("gloo")
+wandb.init()
+torch.manual_seed(0)
+net = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+rows = TensorDataset(torch.randn(8 * STEPS, 4))
+for (x,) in DataLoader(rows, 4, sampler=DistributedSampler(rows)):
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_public_program_is_checked_out_made_small_and_certified(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    author = ["-c", "user.name=A", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "A program"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    sizes = {"train.py": {"STEPS = 1000": "STEPS = 8"}}
+    of = {"name": "a program", "repository": "a/b", "commit": "HEAD", "command": "train.py"}
+    program = importlib.import_module("surveys.programs.programs").Program(
+        **of, sizes=sizes, shims=("wandb.py",)
+    )
+    row = importlib.import_module("surveys.programs.__main__").measured(program, tmp_path)
+    assert (row["verdict"], row["sizes"], row["world"]) == ("equal", ["STEPS = 8"], 2)

@@ -65,17 +65,12 @@ def measured(program: Program, copy: Path) -> dict[str, Any]:
             (shutil.copytree if source.is_dir() else shutil.copy)(source, shims / shim)
         program.data(checkout)
         report = _certified(program, checkout / program.folder, shims, temporary / "report.json")
+    names = ("name", "repository", "commit", "command", "launched", "known", "report")
     return {
-        "name": program.name,
-        "repository": program.repository,
-        "commit": program.commit,
-        "command": program.command,
-        "launched": program.launched,
+        **{name: getattr(program, name) for name in names},
         "shims": list(program.shims),
         "packages": list(program.packages),
         "sizes": [new for changes in program.sizes.values() for new in changes.values()],
-        "known": program.known,
-        "report": program.report,
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         **report,

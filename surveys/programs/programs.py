@@ -357,10 +357,10 @@ PROGRAMS = (
         name="picotron_tutorial, step 5",
         repository="huggingface/picotron_tutorial",
         commit="8c14c925e2069ec2756cdf1510ed2b8bb56a098e",
-        command="train_picotron_step.py",
+        command="train_picotron.py DataParallelNaive",
         paths="step5_data_parallel_naive",
         folder="step5_data_parallel_naive",
-        shims=("train_picotron_step.py",),
+        shims=("train_picotron.py",),
     ),
     Program(
         name="guided-diffusion with `--microbatch`",

@@ -16,17 +16,15 @@ The properties:
 
 import argparse
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from labkit.launch.arguments import parse_arguments
-from labkit.tables import table
-from surveys.trainers.environments import repeat
-from surveys.trainers.families import FAMILIES, PROPERTIES, properties
-from surveys.trainers.measure import Cell, Judged, measure
+from surveys.trainers.environments import repeat, report
+from surveys.trainers.families import PROPERTIES, properties
+from surveys.trainers.measure import measure
 from surveys.trainers.page import store_rows
 from surveys.trainers.promises import entries
-from surveys.trainers.trainers import TRAINERS, version
+from surveys.trainers.trainers import TRAINERS
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
@@ -49,44 +47,11 @@ def arguments_of_this_lab() -> argparse.Namespace:
     return given
 
 
-def main(trainers: Sequence[str], properties: Sequence[str], store: bool) -> None:
-    judged = measure(trainers, properties)
-    print(report(trainers, properties, judged))
-    if store:
-        store_rows(judged)
-
-
-def report(trainers: Sequence[str], properties: Sequence[str], judged: Judged) -> str:
-    """The versions, a table per family, and what was measured where a cell is not equal."""
-    used = dict.fromkeys(["torch", *(one for name in trainers for one in TRAINERS[name].needs)])
-    parts = [", ".join(f"{one} {version(one)}" for one in used if version(one))]
-    for family in FAMILIES.values():
-        members = [name for name in trainers if TRAINERS[name].family == family]
-        columns = [one for one in properties if one in family.columns]
-        if members and columns:
-            parts.append(table_of(members, columns, judged))
-    details = [
-        [*key, " ".join(cell.detail.split())[:90]]
-        for key, cell in judged.items()
-        if cell.detail and key[1] in properties
-    ]
-    if details:
-        parts.append(table(["trainer", "property", "measured"], details))
-    return "\n\n".join(parts)
-
-
-def table_of(trainers: Sequence[str], columns: Sequence[str], judged: Judged) -> str:
-    rows = []
-    for name in trainers:
-        trainer = TRAINERS[name]
-        missing = " ".join(trainer.missing())
-        said = f"not installed: {missing}" if missing else trainer.wanted
-        rows.append([name, said, *(judged.get((name, one), Cell("–")).text for one in columns)])
-    return table(["trainer", "compared with", *columns], rows)
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["run"]:
         sys.exit(repeat(sys.argv[2:]))
     arguments = arguments_of_this_lab()
-    main(arguments.trainers, arguments.properties, arguments.store)
+    judged = measure(arguments.trainers, arguments.properties)
+    print(report(arguments.trainers, arguments.properties, judged))
+    if arguments.store:
+        store_rows(judged)

@@ -177,6 +177,7 @@ class Deal(NamedTuple):
         return len(self.ranks)
 
     judged = 0
+    steps = 1
 
     def factors(self) -> dict[str, float]:
         """What a ratio may be called besides powers of W."""

@@ -26,20 +26,6 @@ END = "% Until here, by certified.py.\n"
 COMPARED = "WxK", "order", "W=2", "mixed"
 SCRIPT = Path(__file__).with_name("as_script.py")
 AT_A_TIME = 2
-GROUPS = (
-    "So P1 and P3 are equal, but in one process the gradient depends on the order of the samples."
-    " It does so by design: the advantages need the completions of a prompt side by side, and the"
-    " certificate reorders single completions. For trl-grpo, a certificate that was changed to"
-    " keep two neighbors together has the verdict EQUAL."
-)
-# Why the two do not agree.
-OF_TRL = ("grpo", "sapo", "luspo", "rloo", "dr_grpo", "dapo", "cispo", "vespo")
-EXPLAINED = {f"trl-{one}": GROUPS for one in OF_TRL}
-EXPLAINED |= dict.fromkeys(
-    ("deepspeed-zero1", "deepspeed-zero1-counted", "deepspeed-zero2-counted"),
-    "Here it is right: ZeRO gives each rank's optimizer its own part of a flat copy of the"
-    " weights.",
-)
 Row = Mapping[str, Any]
 
 
@@ -76,53 +62,33 @@ def write_page() -> None:
 
 
 def printed() -> str:
-    """A table of the certified trainers: both verdicts, and whether they agree. Which are not."""
-    known = stored()
-    agreeing: list[str] = []
+    """How many agree; what the certificate says of those that do not, or were not judged."""
+    known, cells = stored(), {row["trainer"]: row["cells"] for row in rows()}
+    agreeing = {name: agree(name, cells[name], row) for name, row in known.items()}
     notes: dict[str, list[str]] = {}  # what is said: of which trainers
-    lines = ["| trainer | tables above | certificate | agree |", "|---|---|---|---|"]
     for name, row in known.items():
-        texts = compared(name)
-        agreeing.append(agree(list(texts.values()), row))
-        shown = ", ".join(f"{one}: {text}" for one, text in texts.items())
-        lines.append(f"| {name} | {shown} | {measured(row)} | {agreeing[-1]} |")
-        if agreeing[-1] != "yes":
-            said = f"“{row['why']}” {EXPLAINED.get(name, '')}".rstrip()
+        if agreeing[name] != "agree":
+            said = f"{agreeing[name]}. “{row['why']}”"
             notes.setdefault(said, []).append(f"**{name}**")
-    counts = (agreeing.count(one) for one in ("yes", "**no**", "–"))
+    counts = (list(agreeing.values()).count(one) for one in ("agree", "disagree", "not judged"))
     counted = "{} of {} trainers were certified: {} agree, {} disagree, {} are not judged.".format(
         len(known), len(TRAINERS), *counts
     )
     left = ", ".join(name for name in TRAINERS if name not in known)
-    lines += ["", counted + (f" No certificate: {left}." if left else "")]
+    lines = [counted + (f" No certificate: {left}." if left else "")]
     if notes:
         lines += ["", "What the doctor says is in quotation marks."]
         lines += ["", *(f"- {', '.join(names)}: {said}" for said, names in notes.items())]
     return "\n".join([*lines, ""])
 
 
-def measured(row: Row) -> str:
-    """The verdict; if it is not equal, by how much."""
-    verdict = row["verdict"].upper()
-    if row["verdict"] == "scaled":
-        return f"{verdict} {row['factor'] or format(row['ratio'], '.2f')}"
-    if row["verdict"] == "different" and row["ratio"] is not None:
-        return f"{verdict} {row['ratio']:.2f} ∠ {row['cosine']:.3f}"
-    return verdict
-
-
-def compared(name: str) -> dict[str, str]:
-    """What the suite stored in the certificate's setting."""
-    cells = {row["trainer"]: row["cells"] for row in rows()}
-    names = [one for one in COMPARED if TRAINERS[name].has(one)] or ["W"]
-    return {one: cells[name][one]["text"] for one in names}
-
-
-def agree(texts: list[str], row: Row) -> str:
-    """Whether the suite's cells and the certificate say the same: equal, or not."""
+def agree(name: str, cells: Row, row: Row) -> str:
+    """Whether the suite's cells in the certificate's setting say the same: equal, or not."""
     if row["verdict"] == "not judged":
-        return "–"
-    return "yes" if (set(texts) == {"equal"}) == (row["verdict"] == "equal") else "**no**"
+        return "not judged"
+    names = [one for one in COMPARED if TRAINERS[name].has(one)] or ["W"]
+    equal = all(cells[one]["text"] == "equal" for one in names)
+    return "agree" if equal == (row["verdict"] == "equal") else "disagree"
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from surveys.trainers.cases import SAMPLES, Deal
-from surveys.trainers.tiny import Watched, union_loader
+from surveys.trainers.tiny import Watched, trained, union_loader
 
 WIDTH = 8
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -30,31 +30,20 @@ def samples() -> list[tuple[Tensor, Tensor, int]]:
 
 def steps(case: Deal, rank: int, loss_of: Loss) -> list[Tensor]:
     """`loss_of` gets the embeddings of both views, and the numbers of the samples."""
-    net = encoder()
-    watched = Watched(net)
-    wrapped = DistributedDataParallel(net) if case.world > 1 else net
-    for *views, own in union_loader(case, rank, samples()):
+
+    def loss(net: nn.Module, batch: list[Tensor]) -> Tensor:
         torch.manual_seed(2)  # some losses draw random directions
-        watched.zero_grad()
-        loss_of(*wrapped(torch.cat(views)).chunk(2), own).backward()
-        watched.step()
-    return watched.judged(case)
+        return loss_of(*net(torch.cat(batch[:2])).chunk(2), batch[2])
+
+    return trained(case, encoder(), union_loader(case, rank, samples()), loss)
 
 
-def open_clip(case: Deal, rank: int, options: dict[str, Any]) -> list[Tensor]:
-    from open_clip.loss import ClipLoss
+def open_clip(case: Deal, rank: int, name: str, options: dict[str, Any]) -> list[Tensor]:
+    from open_clip import loss as losses
 
-    loss = ClipLoss(rank=rank, world_size=case.world, **options)
-    scale = torch.tensor(10.0)
-    return steps(case, rank, lambda a, b, _: loss(F.normalize(a), F.normalize(b), scale))
-
-
-def open_clip_siglip(case: Deal, rank: int, options: dict[str, Any]) -> list[Tensor]:
-    from open_clip.loss import SigLipLoss
-
-    loss = SigLipLoss(rank=rank, world_size=case.world, **options)
-    scale, bias = torch.tensor(10.0), torch.tensor(-10.0)
-    return steps(case, rank, lambda a, b, _: loss(F.normalize(a), F.normalize(b), scale, bias))
+    loss = getattr(losses, name)(rank=rank, world_size=case.world, **options)
+    given = [torch.tensor(10.0), torch.tensor(-10.0)][: 2 if name == "SigLipLoss" else 1]
+    return steps(case, rank, lambda a, b, _: loss(F.normalize(a), F.normalize(b), *given))
 
 
 def lightly(case: Deal, rank: int, name: str, options: dict[str, Any]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Repeat rows in their locked environment, and print their cells beside the stored ones.
+"""Repeat rows in their locked environment, beside what is stored.
 
     python -m surveys.trainers run lightning
 
@@ -13,13 +13,12 @@ import shlex
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from labkit.tables import table
-from surveys.trainers.families import properties
-from surveys.trainers.measure import measure
-from surveys.trainers.promises import entry
+from surveys.trainers.families import FAMILIES, properties
+from surveys.trainers.measure import Cell, Judged, Key, measure
 from surveys.trainers.stored import rows
 from surveys.trainers.trainers import TRAINERS, version
 
@@ -38,32 +37,38 @@ def repeat(words: Sequence[str]) -> int:
     parser.add_argument("trainers", nargs="+", choices=list(TRAINERS), metavar="ROW")
     here = "in this environment, whatever its versions; nothing is installed"
     parser.add_argument("--here", action="store_true", help=here)
-    options = "for uv, instead of --torch-backend cpu: an index, a folder of wheels"
-    parser.add_argument("--pip-options", default="", metavar="OPTIONS", help=options)
+    sources = "for uv, instead of --torch-backend cpu: an index, a folder of wheels"
+    parser.add_argument("--pip-options", default="", metavar="OPTIONS", help=sources)
     given = parser.parse_args(words)
-    groups: dict[Path, list[str]] = {}
+    groups: dict[Path | None, list[str]] = {}
     for name in given.trainers:
-        groups.setdefault(lock_of(name), []).append(name)
+        groups.setdefault(None if given.here else lock_of(name), []).append(name)
     same = True
-    for lock, names in groups.items():
+    for lock, group in groups.items():
         try:
-            python = Path(sys.executable) if given.here else environment(lock, given.pip_options)
+            python = environment(lock, given.pip_options) if lock else Path(sys.executable)
         except subprocess.CalledProcessError as error:
-            print(f"{lock.name} could not be installed: {shlex.join(error.cmd)}", file=sys.stderr)
+            print(
+                f"{lock} could not be installed: {shlex.join(error.cmd)}. Where PyTorch's index"
+                " cannot be had, --pip-options names another source.",
+                file=sys.stderr,
+            )
             return 2
-        command = [str(python), "-m", "surveys.trainers.environments", *names]
+        command = [str(python), "-m", "surveys.trainers.environments", *group]
         done = subprocess.run(command, cwd=ROOT, check=False)
         same &= done.returncode == 0
     return 0 if same else 1
 
 
 def lock_of(name: str) -> Path:
-    """The smallest lock that has all that the row needs. Raises LookupError if none has."""
+    """`core` if it has all that the row needs, else the smallest lock that has. Raises LookupError
+    if none has.
+    """
     needs = {normal(one) for one in ("torch", *TRAINERS[name].needs)}
     fitting = [one for one in LOCKS.glob("*.txt") if needs <= locked(one).keys()]
     if not fitting:
         raise LookupError(f"no file of {LOCKS} has {', '.join(sorted(needs))}: lock them first.")
-    return min(fitting, key=lambda one: len(locked(one)))
+    return min(fitting, key=lambda one: (one.stem != "core", len(locked(one))))
 
 
 def locked(lock: Path) -> dict[str, str]:
@@ -94,26 +99,54 @@ def environment(lock: Path, options: str) -> Path:
 
 
 def compare(names: Sequence[str]) -> int:
-    """Measure the rows with what is installed here; a table of what is stored, and of what is not
-    as stored. 1 if a cell is not.
+    """Measure the rows with what is installed here, and print them; a cell that is not as stored
+    has what is stored, too. 1 if there is one, or if a row could not run.
     """
-    stored = {row["trainer"]: row for row in rows()}
+    stored = {row["trainer"]: row for row in rows() if row["trainer"] in names}
     found = measure(names, properties())
-    lines, same = [], True
-    for (name, one), cell in found.items():
-        before = stored.get(name, {"cells": {}})["cells"].get(one, {"text": "–"})
-        same &= before["text"] == cell.text
-        verdict = entry(name).verdict(one, cell.text)
-        changed = "" if before["text"] == cell.text else cell.detail[:60] or "not as stored"
-        lines.append([name, one, before["text"], cell.text, verdict, changed])
-    needs = dict.fromkeys(need for name in names for need in ("torch", *TRAINERS[name].needs))
-    print(", ".join(f"{need} {version(need) or 'not installed'}" for need in needs))
-    for name in names:
-        if name in stored:
-            pins = ", ".join(f"{one} {pin}" for one, pin in stored[name]["versions"].items())
-            print(f"{name}, stored on {stored[name]['date']}: {pins}")
-    print(table(["trainer", "property", "stored", "now", "verdict", "change"], lines))
-    return 0 if same and found else 1
+    before = {
+        (name, one): of["text"] for name in stored for one, of in stored[name]["cells"].items()
+    }
+    changed = {key: before.get(key, "–") for key in found if before.get(key) != found[key].text}
+    print(report(names, properties(), found, changed))
+    for name, row in stored.items():
+        pins = ", ".join(f"{one} {pin}" for one, pin in row["versions"].items())
+        print(f"{name}, stored on {row['date']}: {pins}")
+    print(f"{len(found) - len(changed)} of {len(found)} cells are as stored.")
+    return 1 if changed or {name for name, _ in found} != set(names) else 0
+
+
+def report(
+    names: Sequence[str], columns: Sequence[str], judged: Judged, stored: Mapping[Key, str] = {}
+) -> str:
+    """The versions, a table per family, and what was measured where a cell is not equal.
+
+    `stored` has what is stored where that is something else.
+    """
+    used = dict.fromkeys(["torch", *(one for name in names for one in TRAINERS[name].needs)])
+    parts = [", ".join(f"{one} {version(one)}" for one in used if version(one))]
+    for family in FAMILIES.values():
+        shown = [one for one in columns if one in family.columns]
+        lines = []
+        for name in (name for name in names if TRAINERS[name].family == family):
+            missing = " ".join(TRAINERS[name].missing())
+            cells = [judged.get((name, one), Cell("–")).text for one in shown]
+            said = [
+                f"{cell} (stored: {stored[name, one]})" if (name, one) in stored else cell
+                for one, cell in zip(shown, cells, strict=True)
+            ]
+            wanted = f"not installed: {missing}" if missing else TRAINERS[name].wanted
+            lines.append([name, wanted, *said])
+        if lines and shown:
+            parts.append(table(["trainer", "compared with", *shown], lines))
+    details = [
+        [*key, " ".join(cell.detail.split())[:90]]
+        for key, cell in judged.items()
+        if cell.detail and key[1] in columns
+    ]
+    if details:
+        parts.append(table(["trainer", "property", "measured"], details))
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

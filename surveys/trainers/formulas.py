@@ -6,16 +6,14 @@ ranks' optimizer would get, and another one the loss that is wanted.
 """
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
-import contrastive
-import detection
-import tiny
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from surveys.trainers import contrastive, detection, tiny
 from surveys.trainers.cases import ALL, CASES, UNION_CASES, Case, Deal, Sample
+from surveys.trainers.trainers import TRAINERS
 
 Group = Sequence[Sample]
 Mean = Callable[[nn.Module, Group], Tensor]
@@ -26,9 +24,8 @@ Views = tuple[Tensor, Tensor]
 
 def gradient(net: nn.Module, loss: Tensor) -> Tensor:
     parameters = list(net.parameters())
-    return torch.cat(
-        [one.flatten() for one in torch.autograd.grad(loss, parameters, retain_graph=True)]
-    )
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+    return torch.cat([one.flatten() for one in found])
 
 
 def compare(found: Tensor, wanted: Tensor) -> dict[str, float | str]:
@@ -45,7 +42,10 @@ def token_losses(net: nn.Module, one: Sample) -> Tensor:
     """The loss of each token of the completion."""
     tokens = torch.tensor([*one.prompt, *one.completion])
     start = len(one.prompt)
-    logits = net(input_ids=tokens[None]).logits[0, start - 1 : -1]
+    if isinstance(net, tiny.Captioner):
+        logits = net(**tiny.collate([one])).logits[0, start:]
+    else:
+        logits = net(input_ids=tokens[None]).logits[0, start - 1 : -1]
     return F.cross_entropy(logits, tokens[start:], reduction="none")
 
 
@@ -90,6 +90,11 @@ def each(mean: Mean, divided: bool = True) -> Step:
     return step
 
 
+def captioner(net: nn.Module, case: Case) -> Tensor:
+    """The sum of every micro-batch's mean, over micro-batches and ranks."""
+    return each(token_mean, divided=False)(net, case) * case.world
+
+
 def by_rank(mean: Mean) -> Step:
     """The mean of every rank's samples, averaged over ranks."""
 
@@ -130,6 +135,7 @@ EACH_SAMPLE = each(sample_mean), SAMPLES
 STEPS: dict[str, tuple[Step, Step]] = {
     "plain-wrong": (each(token_mean), TOKENS),
     "transformers-per-rank": (by_rank(token_mean), TOKENS),
+    "transformers-captioner": (captioner, TOKENS),
     "lightning": (each(token_mean), TOKENS),
     "composer": (composer, TOKENS),
     "deepspeed-zero1": (each(token_mean), TOKENS),
@@ -157,7 +163,7 @@ STEPS: dict[str, tuple[Step, Step]] = {
 
 def of_tokens(name: str, property_: str) -> dict[str, float | str]:
     found, wanted = STEPS[name]
-    case, net = CASES[property_], tiny.model()
+    case, net = CASES[property_], tiny.model(TRAINERS[name].network)
     if case.base:
         expected = gradient(net, found(net, CASES[case.base]))
     else:
@@ -263,67 +269,30 @@ def boxes(own: Sequence[int]) -> int:
 
 def detr(name: str, outputs: Views, own: Sequence[int], deal: Deal) -> Tensor:
     """The number of boxes is averaged over the ranks, and then divided by W again."""
-    from transformers.loss import loss_deformable_detr, loss_for_object_detection
-
-    config = SimpleNamespace(num_labels=detection.CLASSES, auxiliary_loss=False)
-    vars(config).update(class_cost=1, bbox_cost=5, giou_cost=2, eos_coefficient=0.1)
-    vars(config).update(bbox_loss_coefficient=5, giou_loss_coefficient=2, focal_alpha=0.25)
-    loss = loss_for_object_detection.ForObjectDetectionLoss
-    if name == "transformers-deformable-detr":
-        loss = loss_deformable_detr.DeformableDetrForObjectDetectionLoss
     logits, corners = outputs
     targets = [detection.images()[i][1] for i in own]
-    total, parts, _ = loss(logits[own], targets, logits.device, corners[own], config)
     factor = boxes(own) / max(1, boxes(ALL) / deal.world**2)
+    if name == "transformers-mask2former":
+        return detection.mask2former_loss(logits[own], corners[own], targets) * factor
+    kind = name.removeprefix("transformers-")
+    total, parts, _ = detection.detr_losses(kind, logits[own], corners[own], targets)
     if name == "transformers-deformable-detr":
         return total * factor
     return parts["loss_ce"] + factor * (5 * parts["loss_bbox"] + 2 * parts["loss_giou"])
 
 
-def rtdetr(name: str, outputs: Views, own: Sequence[int], deal: Deal) -> Tensor:
-    from ultralytics.models.utils.loss import RTDETRDetectionLoss
-
-    logits, corners = outputs
-    targets = [detection.images()[i][1] for i in own]
-    names = {"cls": "class_labels", "bboxes": "boxes"}
-    batch = {to: torch.cat([one[of] for one in targets]) for to, of in names.items()}
-    batch["gt_groups"] = [detection.BOXES[i] for i in own]
-    loss = RTDETRDetectionLoss(nc=detection.CLASSES, use_vfl=True, aux_loss=False)
-    return sum(loss((corners[own][None], logits[own][None]), batch).values())
-
-
-def fcos(name: str, outputs: Views, own: Sequence[int], deal: Deal) -> Tensor:
-    """The sums are written out: focal loss, generalized IoU, and centerness, over own boxes."""
-    from torchvision.models.detection._utils import BoxLinearCoder
-    from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
-
-    logits, offsets = outputs
-    anchor, total = torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.zeros(())
-    for i in own:
-        target = detection.images()[i][1]
-        n, middle = detection.BOXES[i], target["boxes"][:, :2]
-        classes = torch.zeros(detection.QUERIES, detection.CLASSES)
-        classes[range(n), target["class_labels"]] = 1
-        total = total + sigmoid_focal_loss(logits[i, :, :-1], classes, reduction="sum")
-        if n == 0:
-            continue
-        true, around = torch.cat([middle - 0.3, middle + 0.3], 1), anchor.repeat(n, 1)
-        predicted = BoxLinearCoder(normalize_by_size=True).decode(offsets[i, :n], around)
-        total = total + generalized_box_iou_loss(predicted, true, reduction="sum")
-        sides = BoxLinearCoder(normalize_by_size=True).encode(around, true)
-        pairs = sides[:, [0, 2]], sides[:, [1, 3]]
-        inside = torch.stack([side.amin(1) / side.amax(1) for side in pairs]).prod(0).sqrt()
-        total = total + F.binary_cross_entropy_with_logits(
-            logits[i, :n, -1], inside, reduction="sum"
-        )
-    return total / boxes(own)
+def own_mean(name: str, outputs: Views, own: Sequence[int], deal: Deal) -> Tensor:
+    """The loss of the rank's own images."""
+    loss = detection.rtdetr_loss if name == "ultralytics-rtdetr" else detection.fcos_loss
+    return loss(*(of[own] for of in outputs), [detection.images()[i][1] for i in own])
 
 
 BOXES = {
     "transformers-detr": (detr, detection.CLASSES + 1),
     "transformers-deformable-detr": (detr, detection.CLASSES),
-    "ultralytics-rtdetr": (rtdetr, detection.CLASSES),
-    "torchvision-fcos": (fcos, detection.CLASSES + 1),
+    "transformers-mask2former": (detr, detection.CLASSES + 1),
+    "ultralytics-rtdetr": (own_mean, detection.CLASSES),
+    "torchvision-fcos": (own_mean, detection.CLASSES + 1),
 }
 
 

@@ -61,7 +61,6 @@ def torchtune_recipe(case: Case, rank: int) -> list[Tensor]:
 
 def axolotl_loss(case: Case, rank: int) -> list[Tensor]:
     """transformers' Trainer with Axolotl's chunked cross-entropy, which is not compiled here."""
-    # Its requirements name another transformers, so it is in no extra of this project.
     chunked = importlib.import_module("axolotl.monkeypatch.loss.chunked")
     net = model()
     net.loss_function = chunked.get_causal_lm_loss(CHUNKS)
@@ -91,7 +90,6 @@ class OnlyTokens(nn.Module):
 
 def litgpt_fit(case: Case, rank: int) -> list[Tensor]:
     """`fit` of its full fine-tuning, with stubs around it. There is no validation."""
-    # Its requirements name another torch, so it is in no extra of this project.
     full = importlib.import_module("litgpt.finetune.full")
     strategy = "ddp" if case.world > 1 else "auto"
     fabric = full.L.Fabric(accelerator="cpu", devices=case.world, strategy=strategy)

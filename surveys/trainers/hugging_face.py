@@ -8,12 +8,14 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from surveys.trainers.cases import Case
 from surveys.trainers.plain import own_group
-from surveys.trainers.tiny import IGNORED, Watched, collate, losses, model
+from surveys.trainers.tiny import IGNORED, Watched, adapted, collate, losses, model
 
 
 def arguments(case: Case, folder: str) -> dict[str, Any]:
@@ -35,10 +37,10 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
 
 
 def trainer(
-    case: Case, rank: int, average: bool, net: nn.Module | None = None, **parts: Any
+    case: Case, rank: int, average: bool, net: nn.Module | str = "llama", **parts: Any
 ) -> list[Tensor]:
     """`parts` go to the Trainer."""
-    net = net or model()
+    net = model(net) if isinstance(net, str) else net
     optimizer = Watched(net)
     with tempfile.TemporaryDirectory() as folder:
         given = arguments(case, folder) | {"average_tokens_across_devices": average}
@@ -80,3 +82,19 @@ def accelerate_loop(case: Case, rank: int, sharded: bool = False) -> list[Tensor
         optimizer.step()
         optimizer.zero_grad()
     return watched.judged(case, sharded)
+
+
+def loaded(case: Case, rank: int, replicas: int, lora: bool) -> list[Tensor]:
+    """Its Trainer with a model that FSDP2 shards while it is loaded: W / `replicas` shards.
+
+    With several `replicas`, the Trainer defers only their all-reduce: `set_requires_all_reduce`.
+
+    With `lora`, PEFT's adapter is attached to the sharded model: its parameters are not sharded.
+    """
+    sizes = DistributedConfig(fsdp_size=case.world // replicas, dp_replicate_size=replicas)
+    whole = model()
+    given = {"config": whole.config, "state_dict": whole.state_dict()}
+    net = LlamaForCausalLM.from_pretrained(None, distributed_config=sizes, **given)
+    if not isinstance(net, FSDPModule):
+        raise TypeError("the model is not sharded")
+    return trainer(case, rank, True, adapted(net) if lora else net)

@@ -18,7 +18,6 @@ LOSSES = "dft", "eaft", "asft"
 
 def sft(case: Case, rank: int, loss: str = "") -> list[Tensor]:
     """ASFT adds a divergence from a reference model. That is a copy, so it has no gradient here."""
-    # Its requirements name another transformers, so it is in no extra of this project.
     trainer = importlib.import_module("llamafactory.train.sft.trainer").CustomSeq2SeqTrainer
     wanted: dict[str, Any] = {f"use_{name}_loss": name == loss for name in LOSSES}
     wanted |= {"use_badam": False, "disable_shuffling": True, "asft_alpha": 0.1}

@@ -15,7 +15,16 @@ from torch.utils.data import DataLoader
 
 from surveys.trainers.cases import PAD, Case
 from surveys.trainers.plain import own_group
-from surveys.trainers.tiny import IGNORED, NoStepError, Watched, collate, loader, losses, model
+from surveys.trainers.tiny import (
+    IGNORED,
+    NoStepError,
+    Watched,
+    collate,
+    loader,
+    losses,
+    model,
+    trained,
+)
 
 Batch = dict[str, Tensor]
 
@@ -47,15 +56,8 @@ def parallel(case: Case, net: nn.Module) -> nn.Module:
 
 def plain(case: Case, rank: int) -> list[Tensor]:
     """Every micro-batch's mean over K: the loop of many tutorials."""
-    net = SampleLosses()
-    watched = Watched(net)
-    wrapped, batches = parallel(case, net), loader(case, rank)
-    for i, batch in enumerate(batches):
-        (wrapped(batch).mean() / case.steps).backward()
-        if (i + 1) % case.steps == 0 or i + 1 == len(batches):
-            watched.step()
-            watched.zero_grad()
-    return watched.judged(case)
+    batches = loader(case, rank)
+    return trained(case, SampleLosses(), batches, lambda net, one: net(one).mean() / case.steps)
 
 
 def accelerate_accumulate(case: Case, rank: int) -> list[Tensor]:

@@ -28,7 +28,7 @@ def cell(name: str, property_: str, stem: Path) -> None:
     try:
         if RANK == 0 and trainer.family.reference:
             references = function(trainer.family.reference)
-            torch.save(references(case, trainer.wanted), f"{stem}.wanted.pt")
+            torch.save(references(case, trainer.wanted, trainer.network), f"{stem}.wanted.pt")
         adapter = function(trainer.adapter)
         torch.save(adapter(case, RANK, *trainer.options), f"{stem}.{RANK}.pt")
     except Exception as error:

@@ -84,7 +84,9 @@ def section(kind: str, results: list[Row]) -> list[str]:
         f"| trainer | verdict | compared with | {' | '.join(heads)} |",
         "|---" * (3 + len(family.columns)) + "|",
     ]
-    lines += [line_of(row, family) for row in own]
+    order = list(VERDICTS)
+    ranked = sorted(own, key=lambda row: order.index(row_verdict(row)))
+    lines += [line_of(row, family) for row in ranked]
     notes = [note(row, family) for row in own]
     return [*lines, "", "Promises, causes, and versions:", "", *notes, ""]
 
@@ -126,7 +128,8 @@ def note(row: Row, family: Family) -> str:
     name, known = row["trainer"], entry(row["trainer"])
     if known.promise:
         quote = known.promise.quote.replace("*", r"\*")
-        said = f"[“{quote}”]({known.promise.address}) (opened: {known.promise.opened})"
+        again = f"; checked again on {known.promise.checked}" if known.promise.checked else ""
+        said = f"[“{quote}”]({known.promise.address}) (opened: {known.promise.opened}{again})"
     else:
         said = "no promise"
     versions = ", ".join(f"{one} {version}" for one, version in row["versions"].items())

@@ -2,6 +2,7 @@
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -10,15 +11,15 @@ from surveys.trainers.cases import Case
 from surveys.trainers.tiny import IGNORED, Watched, loader, losses, model
 
 
-def loop(case: Case, rank: int, counted: bool, sharded: bool = False) -> list[Tensor]:
+def loop(case: Case, rank: int, counted: bool, wrapper: str = "ddp") -> list[Tensor]:
     """Sum of losses × W / N, with N over all ranks and micro-batches of the step.
 
     If it is not `counted`: the mean loss of each micro-batch, divided by K.
     """
     net = model()
-    if sharded:
+    if composed := {"fsdp2": fully_shard, "replicate": replicate}.get(wrapper):
         own_group()
-        net = fully_shard(net)
+        composed(net)
     elif case.world > 1:
         net = DistributedDataParallel(net)
     optimizer = Watched(net)
@@ -29,7 +30,7 @@ def loop(case: Case, rank: int, counted: bool, sharded: bool = False) -> list[Te
             factor = scale if counted else 1 / max(count(batch), 1) / case.steps
             (losses(net, batch).sum() * factor).backward()
         optimizer.step()
-    return optimizer.judged(case, sharded)
+    return optimizer.judged(case, bool(composed))
 
 
 def own_group() -> None:

@@ -18,11 +18,15 @@ NO_PROMISE = "no promise"
 
 
 class Promise(NamedTuple):
-    """A quotation of at most 25 words, where it stands, and what we opened to read it."""
+    """A quotation of at most 25 words, where it stands, and what we opened to read it.
+
+    `checked` is the date on which a second reader compared it, or nothing.
+    """
 
     quote: str
     address: str
     opened: str
+    checked: str = ""
 
 
 class Entry(NamedTuple):

@@ -16,11 +16,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from surveys.trainers.cases import Case
-from surveys.trainers.tiny import IGNORED, Watched, collate_counted, losses, model
+from surveys.trainers.tiny import IGNORED, collate_counted, losses, model, trained
 
 Aggregate = Callable[..., Tensor]
 Batch = dict[str, Tensor]
@@ -47,15 +46,8 @@ class Aggregated(nn.Module):
 
 def loop(case: Case, rank: int, net: nn.Module) -> list[Tensor]:
     """`net` gives the loss of a micro-batch."""
-    watched = Watched(net)
-    wrapped = DistributedDataParallel(net) if case.world > 1 else net
     batches = DataLoader(case.own(rank), case.size, collate_fn=partial(collate, pad=case.pad))
-    for i, batch in enumerate(batches):
-        wrapped(batch).backward()
-        if (i + 1) % case.steps == 0:
-            watched.step()
-            watched.zero_grad()
-    return watched.judged(case)
+    return trained(case, net, batches, lambda wrapped, batch: wrapped(batch))
 
 
 def scored(batch: Batch) -> Tensor:
@@ -69,7 +61,6 @@ def collate(rows: Sequence[dict[str, Any]], pad: int) -> Batch:
 
 
 def verl(case: Case, rank: int, mode: str) -> list[Tensor]:
-    """Its requirements include ray, so it is in no extra of this project."""
     aggregate = importlib.import_module("verl.trainer.ppo.core_algos").agg_loss
     net = Aggregated(case, lambda loss, mask, **n: aggregate(loss, mask, mode, **n))
     return loop(case, rank, net)
@@ -116,7 +107,7 @@ class Fused(nn.Module):
         return loss
 
 
-def liger(case: Case, rank: int, name: str) -> list[Tensor]:
+def liger_kernel(case: Case, rank: int, name: str) -> list[Tensor]:
     return loop(case, rank, Fused(name))
 
 

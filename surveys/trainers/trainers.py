@@ -20,6 +20,7 @@ class Trainer(NamedTuple):
     kind: str
     wanted: str
     without: tuple[str, ...] = ()
+    network: str = "llama"  # of `tiny.model`, in the reference
 
     @property
     def family(self) -> Family:
@@ -51,10 +52,11 @@ def _tokens(
     *options: Any,
     wanted: str = "token mean",
     without: tuple[str, ...] = (),
+    network: str = "llama",
 ) -> Trainer:
     """The model is one of transformers, so that is needed, too."""
     needed = (needs, "transformers")
-    return Trainer(adapter, needed, options, "tokens", wanted, without)
+    return Trainer(adapter, needed, options, "tokens", wanted, without, network)
 
 
 def _preferences(adapter: str, wanted: str) -> Trainer:
@@ -83,7 +85,11 @@ def _pairs(adapter: str, needs: str, *options: Any) -> Trainer:
 
 
 def _counts(adapter: str, needs: str, *options: Any) -> Trainer:
-    needed = (needs, "transformers")
+    needed = (
+        needs,
+        "transformers",
+        *(["scipy", "pillow"] if adapter.startswith("transformers") else []),
+    )
     return Trainer(f"detection:{adapter}", needed, options, "counts", "box mean")
 
 
@@ -95,13 +101,29 @@ def _loop(adapter: str, needs: str, without: tuple[str, ...] = ()) -> Trainer:
 TOKENS = {
     "plain": _tokens("plain:loop", "torch", True),
     "plain-wrong": _tokens("plain:loop", "torch", False),
-    "plain-fsdp2": _tokens("plain:loop", "torch", True, True),
+    "plain-fsdp2": _tokens("plain:loop", "torch", True, "fsdp2"),
+    "plain-replicate": _tokens("plain:loop", "torch", True, "replicate"),
     "accelerate": _tokens("hugging_face:accelerate_loop", "accelerate"),
     "accelerate-fsdp2": _tokens(
         "hugging_face:accelerate_loop", "accelerate", True, without=ONE_PROCESS
     ),
     "transformers": _tokens("hugging_face:trainer", "accelerate", True),
     "transformers-per-rank": _tokens("hugging_face:trainer", "accelerate", False),
+    "transformers-gpt2": _tokens(
+        "hugging_face:trainer", "accelerate", True, "gpt2", network="gpt2"
+    ),
+    "transformers-captioner": _tokens(
+        "hugging_face:trainer", "accelerate", True, "captioner", network="captioner"
+    ),
+    "transformers-fsdp2": _tokens(
+        "hugging_face:loaded", "accelerate", 1, False, without=ONE_PROCESS
+    ),
+    "transformers-hsdp": _tokens(
+        "hugging_face:loaded", "accelerate", 2, False, without=ONE_PROCESS
+    ),
+    "transformers-fsdp2-lora": _tokens(
+        "hugging_face:loaded", "peft", 1, True, without=ONE_PROCESS, network="lora"
+    ),
     "lightning": _tokens("lightning_loops:trainer", "pytorch-lightning", False),
     "lightning-counted": _tokens("lightning_loops:trainer", "pytorch-lightning", True),
     "fabric": _tokens("lightning_loops:fabric", "pytorch-lightning", False),
@@ -149,25 +171,18 @@ RL = {
     "verl-sequences": _aggregation("verl", "seq-mean-token-mean", "sequence mean"),
     "openrlhf-tokens": _aggregation("openrlhf", True, "token mean"),
     "openrlhf-sequences": _aggregation("openrlhf", False, "sequence mean"),
-    "liger-dapo": Trainer(
-        "rl_losses:liger",
-        ("liger_kernel", "transformers"),
-        ("dapo",),
-        "rl",
-        "A × token mean",
-        ("generation",),
-    ),
+    "liger-dapo": _aggregation("liger_kernel", "dapo", "token mean"),
 }
 CLIP, SBERT, PML = "open-clip-torch", "sentence-transformers", "pytorch-metric-learning"
 MNRL = "MultipleNegativesRankingLoss"
 PAIRS = {
-    "open-clip": _pairs("open_clip", CLIP, {}),
-    "open-clip-local": _pairs("open_clip", CLIP, {"local_loss": True}),
-    "open-clip-grad": _pairs("open_clip", CLIP, {"gather_with_grad": True}),
+    "open-clip": _pairs("open_clip", CLIP, "ClipLoss", {}),
+    "open-clip-local": _pairs("open_clip", CLIP, "ClipLoss", {"local_loss": True}),
+    "open-clip-grad": _pairs("open_clip", CLIP, "ClipLoss", {"gather_with_grad": True}),
     "open-clip-local-grad": _pairs(
-        "open_clip", CLIP, {"local_loss": True, "gather_with_grad": True}
+        "open_clip", CLIP, "ClipLoss", {"local_loss": True, "gather_with_grad": True}
     ),
-    "open-clip-siglip": _pairs("open_clip_siglip", CLIP, {}),
+    "open-clip-siglip": _pairs("open_clip", CLIP, "SigLipLoss", {}),
     "lightly-ntxent": _pairs("lightly", "lightly", "NTXentLoss", GATHER),
     "lightly-dcl": _pairs("lightly", "lightly", "DCLLoss", GATHER),
     "lightly-barlow": _pairs("lightly", "lightly", "BarlowTwinsLoss", GATHER),
@@ -190,6 +205,7 @@ PAIRS = {
 COUNTS = {
     "transformers-detr": _counts("transformers_detr", "accelerate", "detr"),
     "transformers-deformable-detr": _counts("transformers_detr", "accelerate", "deformable-detr"),
+    "transformers-mask2former": _counts("transformers_mask2former", "accelerate"),
     "transformers-deformable-detr-sum": _counts(
         "transformers_detr", "accelerate", "deformable-detr", True
     ),

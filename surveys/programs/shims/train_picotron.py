@@ -1,10 +1,11 @@
-"""Our own script for picotron: its `train_step` and one of its wrappers, a small network.
+"""Our own script for picotron and for a step of its tutorial: its `train_step`, a small network.
 
 train_picotron.py WRAPPER. What train.py imports besides, and `train_step` does not use, is
 replaced by mocks.
 """
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -15,13 +16,15 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, os.getcwd())
-unused = ("transformers", "wandb", "picotron.checkpoint", "picotron.data", "picotron.model")
-unused += ("picotron.context_parallel.context_parallel", "picotron.utils")
-unused += ("picotron.tensor_parallel.tensor_parallel",)
-unused += ("picotron.pipeline_parallel.pipeline_parallel",)
+unused = ["transformers", "wandb", "datasets", "dataloader", "lovely_tensors", "model"]
+unused += [f"picotron.{name}" for name in ("checkpoint", "data", "model", "utils")]
+for part in ("context_parallel", "tensor_parallel", "pipeline_parallel"):
+    unused.append(f"picotron.{part}.{part}")
 sys.modules.update({name: MagicMock() for name in unused})
-pgm = importlib.import_module("picotron.process_group_manager")
-wrapper = getattr(importlib.import_module("picotron.data_parallel.data_parallel"), sys.argv[1])
+folder, package = ("picotron.", "data_parallel.") if os.path.isdir("picotron") else ("", "")
+pgm = importlib.import_module(f"{folder}process_group_manager")
+parallel = importlib.import_module(f"{folder}{package}data_parallel")
+wrapper = getattr(parallel, sys.argv[1])
 train_step = importlib.import_module("train").train_step
 
 
@@ -54,7 +57,8 @@ class Batches:
 
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl")
-pgm.setup_process_group_manager(tp_size=1, cp_size=1, pp_size=1, dp_size=dist.get_world_size())
+sizes = dict.fromkeys(inspect.signature(pgm.setup_process_group_manager).parameters, 1)
+pgm.setup_process_group_manager(**sizes | {"dp_size": dist.get_world_size()})
 torch.manual_seed(42)
 model: nn.Module = Network().cuda()
 if dist.get_world_size() > 1:

@@ -195,7 +195,7 @@ def _show_scripts(page: BeautifulSoup) -> None:
         caption = page.new_tag("p", attrs={"class": "script-file"})
         caption.append(link)
         if cell := block.find_parent(class_="cell_input"):
-            cell.append(caption)
+            cell.insert_after(caption)
 
 
 def _wrap_sentences(page: BeautifulSoup) -> None:

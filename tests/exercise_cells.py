@@ -137,5 +137,6 @@ CHECKS = [
 IN_THE_BANK = {
     *("check_drift", "check_half", "check_module", "check_none", "check_norm", "check_outer"),
     *("check_plan", "check_start", "check_turns", "check_verify_replicas", "check_verify_start"),
-    "check_views",
+    *("check_caps", "check_own_rows", "check_report", "check_shares", "check_step"),
+    *("check_views", "check_window", "check_invariants", "check_findings", "check_script"),
 }

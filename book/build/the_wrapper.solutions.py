@@ -189,6 +189,19 @@ class NamesTheOthers(DDP):
         return super().forward(*inputs)
 
 
+# %% check_report wrong: whole layers, also where half of one is missing
+class NamesWholeLayers(DDP):
+    def forward(self, *inputs):
+        if self.reducer.expecting and self.reducer.order:
+            named = self.module.named_parameters()
+            names = [name for name, p in named if p.requires_grad]
+            missing = set(range(len(names))) - set(self.reducer.order)
+            layers = {names[i][: len("layers.0.")] for i in missing}
+            whole = [name for name in names if name.startswith(tuple(layers))]
+            raise RuntimeError(f"no gradient for {whole}")
+        return super().forward(*inputs)
+
+
 # %% check_report wrong: another kind of error
 class RaisesValueError(DDP):
     def forward(self, *inputs):

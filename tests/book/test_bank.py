@@ -24,8 +24,8 @@ from exercise_cells import (
 from mutations import Mutant, mutants_around, mutants_of
 from persistent_ranks import PersistentRanks, persistent_ranks
 
-MOST = 40  # mutants of a code, evenly chosen; fewer for a check that runs all invariants
-FEW = {"check_invariants": 6, "check_trainer": 6}
+MOST = 40  # mutants of a code, evenly chosen; fewer for a check that takes seconds
+FEW = {"check_invariants": 6, "check_trainer": 6, "check_findings": 6, "check_script": 6}
 
 TRIED = [
     pytest.param(chapter, check, id=f"{chapter.stem}-{check}")
@@ -43,8 +43,14 @@ def staying() -> Iterator[PersistentRanks]:
 
 
 def mutants(solution: Solution, answer: object) -> list[Mutant]:
-    of_code = list({mutant.source: mutant for mutant in mutants_of(solution.source)}.values())
+    source = answer if isinstance(answer, str) else solution.source  # a script is its own code
+    of_code = list({mutant.source: mutant for mutant in mutants_of(source)}.values())
     of_code = of_code[:: -(-len(of_code) // FEW.get(solution.check, MOST))]
+    if isinstance(answer, str):
+        return [
+            m._replace(source=solution.source, around=lambda _, text=m.source: text)
+            for m in of_code
+        ]
     if isinstance(answer, type) or not callable(answer):
         return of_code
     return of_code + [m._replace(source=solution.source) for m in mutants_around(solution.source)]

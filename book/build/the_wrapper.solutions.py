@@ -338,3 +338,5 @@ def made_for_four(ddp, window):
 
 
 # %% check_plan blind line 12. 0 → 1: any rank may make the plan
+# %% check_window blind arguments: the last element: the window is not read again
+# %% check_window blind calls: each rank calls it once

@@ -270,7 +270,8 @@ class OwnStartToo(nn.Module):
         super().__init__()
         self.module = module
         for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(self.average)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.average)
 
     def forward(self, *inputs):
         self.expecting = self.sync
@@ -340,3 +341,4 @@ def made_for_four(ddp, window):
 # %% check_plan blind line 12. 0 → 1: any rank may make the plan
 # %% check_window blind arguments: the last element: the window is not read again
 # %% check_window blind calls: each rank calls it once
+# %% check_report blind line 5. 0 → 1: a backward gives two gradients or more

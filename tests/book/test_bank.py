@@ -26,7 +26,7 @@ from persistent_ranks import PersistentRanks, persistent_ranks
 
 MOST = 40  # mutants of a code, evenly chosen; fewer for a check that takes seconds
 FEW = {
-    **dict.fromkeys(("check_findings", "check_invariants", "check_script", "check_trainer"), 6),
+    **dict.fromkeys(("check_findings", "check_script"), 6),
     **dict.fromkeys(("check_report", "check_step"), 12),
 }
 

@@ -69,5 +69,5 @@ def all_tokens(model, window):
     return loss
 
 
-# %% check_step blind result. (a little|another): the gradients count; the loss is logged
+# %% check_step blind result. (a little|another): gradients count, the loss is logged
 # %% check_step blind calls: each rank calls it once

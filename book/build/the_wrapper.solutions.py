@@ -189,6 +189,19 @@ class NamesTheOthers(DDP):
         return super().forward(*inputs)
 
 
+# %% check_report wrong: whole layers, also where half of one is missing
+class NamesWholeLayers(DDP):
+    def forward(self, *inputs):
+        if self.reducer.expecting and self.reducer.order:
+            named = self.module.named_parameters()
+            names = [name for name, p in named if p.requires_grad]
+            missing = set(range(len(names))) - set(self.reducer.order)
+            layers = {names[i][: len("layers.0.")] for i in missing}
+            whole = [name for name in names if name.startswith(tuple(layers))]
+            raise RuntimeError(f"no gradient for {whole}")
+        return super().forward(*inputs)
+
+
 # %% check_report wrong: another kind of error
 class RaisesValueError(DDP):
     def forward(self, *inputs):
@@ -257,7 +270,8 @@ class OwnStartToo(nn.Module):
         super().__init__()
         self.module = module
         for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(self.average)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.average)
 
     def forward(self, *inputs):
         self.expecting = self.sync
@@ -325,3 +339,6 @@ def made_for_four(ddp, window):
 
 
 # %% check_plan blind line 12. 0 → 1: any rank may make the plan
+# %% check_window blind arguments: the last element: the window is not read again
+# %% check_window blind calls: each rank calls it once
+# %% check_report blind line 5. 0 → 1: a backward gives two gradients or more

@@ -67,3 +67,7 @@ def all_tokens(model, window):
     loss = global_mean(total, int((batch.targets != -100).sum()))
     loss.backward()
     return loss
+
+
+# %% check_step blind result. (a little|another): gradients count, the loss is logged
+# %% check_step blind calls: each rank calls it once

@@ -74,3 +74,6 @@ scaled_afterward = my_script.replace(
         p.grad *= dist.get_world_size() / count
 """,
 )
+
+
+# %% check_script blind number, line 1[13]: steps and learning rate are free

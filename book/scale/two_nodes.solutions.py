@@ -182,6 +182,25 @@ def in_a_sentence(tensor):
     dist.all_reduce(tensor)
 
 
+# %% check_missing right: the names are in the last line
+import datetime
+
+
+def in_the_last_line(tensor):
+    two = datetime.timedelta(seconds=2)
+    try:
+        dist.monitored_barrier(timeout=two, wait_all_ranks=True)
+    except RuntimeError as error:
+        if dist.get_rank() > 0:
+            raise
+        _, _, after = str(error).partition("Ranks ")
+        ranks = [int(rank) for rank in after.partition(" failed")[0].split(", ")]
+        raise RuntimeError(
+            f"step 1: the barrier timed out.\n{len(ranks)} ranks are missing: {ranks}"
+        ) from None
+    dist.all_reduce(tensor)
+
+
 # %% check_samples right: recursion
 def larger(world, way, samples=1):
     whole = step_seconds(world, way, plan(), samples * world)

@@ -37,3 +37,6 @@ no_caps = []
 
 # %% check_caps wrong: infinite caps
 infinite = [float("inf")] * len(planned)
+
+
+# %% check_caps blind line 2. 1 → [02]: a bucket is closed at any of these sizes

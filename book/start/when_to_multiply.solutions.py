@@ -56,3 +56,7 @@ def plain(outputs, targets):
 # %% check_own_rows wrong: own rows and own columns
 def own_samples_only(outputs, targets):
     return row_losses(targets, outputs, 0).sum() / 6
+
+
+# %% check_own_rows blind line 3. 0 → 1: a buffer that is filled
+# %% check_own_rows blind result. (another|NaN): a constant has no gradient; none is NaN

@@ -24,8 +24,11 @@ from exercise_cells import (
 from mutations import Mutant, mutants_around, mutants_of
 from persistent_ranks import PersistentRanks, persistent_ranks
 
-MOST = 40  # mutants of a code, evenly chosen; fewer for a check that runs all invariants
-FEW = {"check_invariants": 6, "check_trainer": 6}
+MOST = 40  # mutants of a code, evenly chosen; fewer for a check that takes seconds
+FEW = {
+    **dict.fromkeys(("check_findings", "check_script"), 6),
+    **dict.fromkeys(("check_report", "check_step"), 12),
+}
 
 TRIED = [
     pytest.param(chapter, check, id=f"{chapter.stem}-{check}")
@@ -43,11 +46,17 @@ def staying() -> Iterator[PersistentRanks]:
 
 
 def mutants(solution: Solution, answer: object) -> list[Mutant]:
-    of_code = list({mutant.source: mutant for mutant in mutants_of(solution.source)}.values())
-    of_code = of_code[:: -(-len(of_code) // FEW.get(solution.check, MOST))]
+    most = FEW.get(solution.check, MOST)
+    source = answer if isinstance(answer, str) else solution.source  # a script is its own code
+    of_code = list({mutant.source: mutant for mutant in mutants_of(source)}.values())
+    of_code = of_code[:: -(-len(of_code) // most)]
+    same = solution.source
+    if isinstance(answer, str):
+        return [m._replace(source=same, around=lambda _, code=m.source: code) for m in of_code]
     if isinstance(answer, type) or not callable(answer):
         return of_code
-    return of_code + [m._replace(source=solution.source) for m in mutants_around(solution.source)]
+    around = [m._replace(source=same) for m in mutants_around(same)]
+    return of_code + around[:: -(-len(around) // most)]
 
 
 @pytest.mark.slow

@@ -130,9 +130,7 @@ def gradients_equal_full_batch(wrap: Wrap, device: Device, watched: SameCollecti
     _train(wrap, device, watched, look_before=assert_gradients_equal)
     of_all = draw_batches(dist.get_world_size(), device=device)
     large = [[one._replace(targets=one.targets * 1e6) for one in each] for each in of_all]
-    *others, [last] = of_all
-    nan = [*others, [last._replace(targets=last.targets * torch.nan)]]
-    _one_step(wrap, device, watched, [large, nan])
+    _one_step(wrap, device, watched, [large, _with_nan(of_all)])
 
 
 @invariant
@@ -164,7 +162,8 @@ def clipping_equals_full_batch(wrap: Wrap, device: Device, watched: SameCollecti
     # out a little longer or shorter.
     for factor in (0.5, 2):
         max_norm = factor * float(norm)
-        _one_step(wrap, device, watched, [of_all], max_norm=max_norm, tolerance=1e-5)
+        steps = [of_all, _with_nan(of_all)]  # the norm of the second is NaN
+        _one_step(wrap, device, watched, steps, max_norm=max_norm, tolerance=1e-5)
 
 
 @invariant
@@ -306,6 +305,11 @@ def _train(
             optimizer.zero_grad()
         if look_after:
             look_after(module)
+
+
+def _with_nan(of_all: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+    *others, [last] = of_all
+    return [*others, [last._replace(targets=last.targets * torch.nan)]]
 
 
 def _one_step(

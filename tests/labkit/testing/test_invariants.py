@@ -220,6 +220,14 @@ class AlwaysRescales(AveragingTrainer):
             gradient *= max_norm / (norm + 1e-6)
 
 
+class ClipsWithoutNaN(ClipsTheAverage):
+    def finish_and_clip(self, max_norm):
+        super().finish_and_clip(max_norm)
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.nan_to_num_()
+
+
 class ChangesEach(ClipsTheAverage):
     def finish(self):
         super().finish()
@@ -251,6 +259,7 @@ class Unfreezes(ClipsTheAverage):
 def test_what_the_invariants_were_blind_to_is_found():
     wrong = {
         AlwaysRescales: "clipping_equals_full_batch",
+        ClipsWithoutNaN: "clipping_equals_full_batch",
         HidesNaN: "gradients_equal_full_batch",
         Clamps: "gradients_equal_full_batch",
         DividesByThree: "gradients_equal_full_batch",

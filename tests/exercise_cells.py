@@ -7,14 +7,19 @@ those that define a name that is needed, and calls of it or of its methods (`tor
 """
 
 import ast
+import contextlib
 import dis
+import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
 import nbformat
+
+from labkit.book.chapters import chapters_of
+from labkit.launch import project_root
 
 SOLUTION = re.compile(r"^# %% (check_\w+) (right|wrong): (.+)$", re.M)
 
@@ -26,6 +31,22 @@ class Solution(NamedTuple):
     expected: str  # "right" or "wrong"
     title: str
     source: str
+
+
+def blind_spots_of(chapter: Path, check: str) -> list[str]:
+    """Patterns of the titles of mutants that `check` need not see: `# %% check blind: reason`."""
+    file = chapter.with_suffix(".solutions.py")
+    return re.findall(rf"^# %% {check} blind (.+?): .+$", file.read_text(), re.M)
+
+
+def said_to(answer: Any, check: Callable[[Any], None]) -> str:
+    """What the check prints, and the exception that it lets through."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            check(answer)
+        except Exception as error:
+            return f"{said.getvalue().strip()} {type(error).__name__}: {error}"
+    return said.getvalue().strip()
 
 
 class Statement(NamedTuple):
@@ -103,3 +124,18 @@ def _loads(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _loads(constant)
+
+
+CHECKS = [
+    (chapter, check)
+    for chapter in chapters_of(project_root() / "book")
+    for check in checks_of(chapter)
+]
+
+# Checks whose wrong answers are made by a machine. For the others, which start a torchrun, train,
+# wait for seconds, or judge a whole class, at least three are collected by hand.
+IN_THE_BANK = {
+    *("check_drift", "check_half", "check_module", "check_none", "check_norm", "check_outer"),
+    *("check_plan", "check_start", "check_turns", "check_verify_replicas", "check_verify_start"),
+    "check_views",
+}

@@ -162,8 +162,10 @@ def install(environment: Path, installer: Installer, reused: Reused | None) -> N
     """Install what locked.txt lists, then torch with what its build needs, and the project."""
     packages = re.findall(r"^\w.*==", LOCKED.read_text(), re.MULTILINE)
     print(f"2 of 3: {len(packages)} packages", flush=True)
-    # Any index may serve a file: its hash says that it is the right one.
-    variables = {**installer.variables, "UV_INDEX_STRATEGY": "unsafe-best-match"}
+    variables = dict(installer.variables)
+    if {"UV_INDEX", "UV_EXTRA_INDEX_URL"} & {*variables, *os.environ}:
+        # Any of several indexes may serve a file: its hash says that it is the right one.
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     hashed = installer._replace(variables=variables)
     run(environment, hashed, "--no-deps", "-r", str(LOCKED))
     print("3 of 3: this project" if reused else "3 of 3: torch and this project", flush=True)

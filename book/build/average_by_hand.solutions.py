@@ -192,10 +192,5 @@ def clipped(model):
         parameter.grad = wide.clamp(max=65_504).half() / dist.get_world_size()
 
 
-# %% check_half wrong: two ranks are written into the code
-@torch.no_grad()
-def divided_by_two(model):
-    for parameter in model.parameters():
-        wide = parameter.grad.float()
-        dist.all_reduce(wide)
-        parameter.grad = (wide / 2).half()
+# %% check_half blind calls: check_none calls an average four times
+# %% check_half blind frozen: the exercise has no frozen parameter

@@ -91,26 +91,6 @@ class NeverForgets(SendOnArrival):
             self.all_reduce(following.grad)
 
 
-# %% check_turns wrong: the sum
-class NotDivided(SendOnArrival):
-    def __init__(self, module):
-        super().__init__(module)
-        self.order, self.ready = list(module.parameters())[::-1], set()
-
-    def gradient_arrived(self, parameter):
-        self.arrived += 1
-        self.ready.add(parameter)
-        while len(self.works) < len(self.order):
-            following = self.order[len(self.works)]
-            if following not in self.ready:
-                return
-            self.all_reduce(following.grad)
-
-    def finish(self):
-        super().finish()
-        self.ready.clear()
-
-
 # %% check_turns wrong: one gradient per hook, even if more are ready
 class OnePerHook(SendOnArrival):
     def __init__(self, module):
@@ -167,15 +147,6 @@ class WaitsForTheLast(Reducer):
         self.prepare()
 
 
-# %% check_views wrong: nothing is waited for
-class WaitsForNothing(Reducer):
-    def finalize(self):
-        for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view
-        self.prepare()
-
-
 # %% check_views wrong: copies of the views
 class Clones(Reducer):
     def finalize(self):
@@ -202,15 +173,6 @@ class FirstOfEachBucket(Reducer):
             bucket.finish()
             bucket.parameters[0].grad = bucket.views[0]
         self.prepare()
-
-
-# %% check_views wrong: the next backward is not prepared
-class NotPrepared(Reducer):
-    def finalize(self):
-        for bucket in self.buckets:
-            bucket.work.wait()
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view
 
 
 # %% check_views right: assigned, and averaged by one call per bucket

@@ -189,11 +189,6 @@ class NamesTheOthers(DDP):
         return super().forward(*inputs)
 
 
-# %% check_report wrong: it says nothing
-class SaysNothing(DDP):
-    pass
-
-
 # %% check_report wrong: another kind of error
 class RaisesValueError(DDP):
     def forward(self, *inputs):
@@ -327,3 +322,6 @@ def made_for_four(ddp, window):
     for i, tokens in enumerate(window):
         with nullcontext() if i == 3 else ddp.no_sync():
             (loss_of(ddp(tokens[:, :-1]), tokens) / 4).backward()
+
+
+# %% check_plan blind line 12. 0 → 1: any rank may make the plan

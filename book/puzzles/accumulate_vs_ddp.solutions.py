@@ -5,31 +5,25 @@
 def compares_all(expected, *tensors):
     ranks = dist.get_world_size()
     everyone = [None] * ranks
-    dist.all_gather_object(everyone, tensors)
-    for of_rank in everyone:
-        same = ranks == expected and len(of_rank) == len(tensors)
-        if not same or not all(map(torch.equal, of_rank, everyone[0])):
-            raise RuntimeError(f"{ranks} ranks, or different tensors")
+    dist.all_gather_object(everyone, [repr(tensor.tolist()) for tensor in tensors])
+    if ranks != expected or any(of_rank != everyone[0] for of_rank in everyone):
+        raise RuntimeError(f"{ranks} ranks, or different tensors")
 
 
 # %% check_verify_start right: rank 0's tensors, and a flag
 def against_rank_0(expected, *tensors):
     if dist.get_world_size() != expected:
         raise RuntimeError("the wrong number of ranks")
-    differs = torch.zeros(1)
-    for tensor in tensors:
-        of_rank_0 = tensor.clone()
+    differs, shapes = torch.zeros(1), [[tensor.shape for tensor in tensors]]
+    dist.broadcast_object_list(shapes, src=0)
+    for tensor, shape in zip(tensors, shapes[0], strict=True):
+        of_rank_0 = tensor.nan_to_num(1e9).reshape(shape)
         dist.broadcast(of_rank_0, src=0)
-        differs += not torch.equal(of_rank_0, tensor)
+        same = tensor.shape == shape and torch.equal(of_rank_0, tensor.nan_to_num(1e9))
+        differs += not same
     dist.all_reduce(differs)
     if differs > 0:
         raise RuntimeError("tensors differ between ranks")
-
-
-# %% check_verify_start wrong: only the number of ranks
-def counts_ranks(expected, *tensors):
-    if dist.get_world_size() != expected:
-        raise RuntimeError("the wrong number of ranks")
 
 
 # %% check_verify_start wrong: only the ranks that differ from rank 0 raise
@@ -55,17 +49,6 @@ def compares_sums(expected, *tensors):
         raise RuntimeError("tensors differ between ranks")
 
 
-# %% check_verify_start wrong: only the first tensor
-def first_tensor(expected, first, *others):
-    if dist.get_world_size() != expected:
-        raise RuntimeError("the wrong number of ranks")
-    low, high = first.clone(), first.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    if not torch.equal(low, high):
-        raise RuntimeError("tensors differ between ranks")
-
-
 # %% check_verify_start wrong: it always raises
 def always_raises(expected, *tensors):
     raise RuntimeError("something is wrong")
@@ -77,20 +60,6 @@ def repairs_it(expected, *tensors):
         raise RuntimeError("the wrong number of ranks")
     for tensor in tensors:
         dist.broadcast(tensor, src=0)
-
-
-# %% check_verify_start wrong: the sum replaces the tensors
-def sums_in_place(expected, *tensors):
-    if dist.get_world_size() != expected:
-        raise RuntimeError("the wrong number of ranks")
-    differs = torch.zeros(1)
-    for tensor in tensors:
-        own = tensor.clone()
-        dist.all_reduce(tensor)
-        differs += not torch.allclose(tensor, own * expected)
-    dist.all_reduce(differs)
-    if differs > 0:
-        raise RuntimeError("tensors differ between ranks")
 
 
 # %% check_verify_start wrong: two ranks are enough
@@ -109,3 +78,7 @@ def raises_value_error(expected, *tensors):
     same = all(all(map(torch.equal, each, everyone[0])) for each in everyone)
     if len(everyone) != expected or not same:
         raise ValueError("the wrong number of ranks, or different tensors")
+
+
+# %% check_verify_start blind line 6. 0 → 1: any rank may be the reference
+# %% check_verify_start blind calls: a program calls it once

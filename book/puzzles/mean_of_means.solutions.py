@@ -38,16 +38,6 @@ def own_captions(model, window):
     return loss
 
 
-# %% check_step wrong: without W
-def without_w(model, window):
-    [batch] = window
-    logits = model(batch.pixels, batch.tokens)
-    losses = F.cross_entropy(logits.mT, batch.targets, reduction="none")
-    loss = (losses.sum(1) / (batch.targets != -100).sum(1)).sum() / 64
-    loss.backward()
-    return loss
-
-
 # %% check_step wrong: 16 captions per rank are written into the code
 def sixteen_per_rank(model, window):
     [batch] = window
@@ -77,21 +67,3 @@ def all_tokens(model, window):
     loss = global_mean(total, int((batch.targets != -100).sum()))
     loss.backward()
     return loss
-
-
-# %% check_step wrong: nothing is returned
-def returns_nothing(model, window):
-    [batch] = window
-    logits = model(batch.pixels, batch.tokens)
-    losses = F.cross_entropy(logits.mT, batch.targets, reduction="none")
-    means = losses.sum(1) / (batch.targets != -100).sum(1)
-    global_mean(means.sum(), len(means)).backward()
-
-
-# %% check_step wrong: no backward
-def no_backward(model, window):
-    [batch] = window
-    logits = model(batch.pixels, batch.tokens)
-    losses = F.cross_entropy(logits.mT, batch.targets, reduction="none")
-    means = losses.sum(1) / (batch.targets != -100).sum(1)
-    return global_mean(means.sum(), len(means))

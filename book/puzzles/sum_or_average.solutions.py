@@ -52,17 +52,6 @@ class PartsOfTheMean(nn.Module):
         return F.cross_entropy(self.model(x), y, reduction="none") / len(y)
 
 
-# %% check_module wrong: the loss is detached
-class Detached(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.model = task.seeded_model()
-
-    def forward(self, x, y):
-        losses = F.cross_entropy(self.model(x), y, reduction="none")
-        return losses.detach() + 0 * losses
-
-
 # %% check_module wrong: the first layer is frozen
 class FrozenLayer(nn.Module):
     def __init__(self):

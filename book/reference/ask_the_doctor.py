@@ -26,11 +26,14 @@ def ask_the_doctor(script: str, ranks: int | None = 2, *options: str) -> None:
     print("exit code", done.returncode)
 
 
-def findings_in(script: str, ranks: int = 2) -> list[str]:
-    """The codes of the errors and warnings about a script, sorted."""
+def findings_in(script: str, ranks: int = 2) -> tuple[list[str], int, list[int]]:
+    """The codes of the errors and warnings about a script, sorted; the number of its
+    optimizer steps; and the numbers of backward passes per step that it has had.
+    """
     _, report = _run(script, ranks)
     found = [one for one in report["findings"] if one["severity"] != "note"]
-    return sorted(one["code"] for one in found)
+    backwards = report["measured"].get("backwards", {}).get("backwards", [])
+    return sorted(one["code"] for one in found), report["steps"]["taken"], backwards
 
 
 def _run(

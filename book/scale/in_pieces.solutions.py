@@ -17,11 +17,6 @@ def gathered(pieces, shards):
     return torch.stack(norms).norm()
 
 
-# %% check_norm wrong: the own pieces only
-def own_pieces(pieces, shards):
-    return torch.cat([piece.flatten() for piece in pieces]).norm()
-
-
 # %% check_norm wrong: a sum of norms
 def sum_of_norms(pieces, shards):
     norm = torch.cat([piece.flatten() for piece in pieces]).norm()
@@ -41,20 +36,6 @@ def average(pieces, shards):
     squares = sum(piece.square().sum() for piece in pieces)
     dist.all_reduce(squares, group=shards)
     return (squares / dist.get_world_size(shards)).sqrt()
-
-
-# %% check_norm wrong: only the last parameter
-def last_piece(pieces, shards):
-    squares = pieces[-1].square().sum()
-    dist.all_reduce(squares, group=shards)
-    return squares.sqrt()
-
-
-# %% check_norm wrong: it squares the gradients in place
-def in_place(pieces, shards):
-    squares = sum(piece.square_().sum() for piece in pieces)
-    dist.all_reduce(squares, group=shards)
-    return squares.sqrt()
 
 
 # %% check_adapter right: the adapter is a unit of its own
@@ -138,22 +119,6 @@ def gathered(common, local, velocity, lr, momentum):
     return common.sub(gradient.add(velocity, alpha=momentum), alpha=lr), velocity
 
 
-# %% check_outer wrong: away from the average
-def wrong_sign(common, local, velocity, lr, momentum):
-    difference = (local - common) / dist.get_world_size()
-    dist.all_reduce(difference)
-    velocity = momentum * velocity + difference
-    return common - lr * (difference + momentum * velocity), velocity
-
-
-# %% check_outer wrong: the sum instead of the average
-def not_divided(common, local, velocity, lr, momentum):
-    difference = common - local
-    dist.all_reduce(difference)
-    velocity = momentum * velocity + difference
-    return common - lr * (difference + momentum * velocity), velocity
-
-
 # %% check_outer wrong: momentum without Nesterov
 def plain_momentum(common, local, velocity, lr, momentum):
     difference = (common - local) / dist.get_world_size()
@@ -168,23 +133,6 @@ def rank_0_decides(common, local, velocity, lr, momentum):
     dist.broadcast(difference, src=0)
     velocity = momentum * velocity + difference
     return common - lr * (difference + momentum * velocity), velocity
-
-
-# %% check_outer wrong: lr and momentum are written into the code
-def own_numbers(common, local, velocity, lr, momentum):
-    difference = (common - local) / dist.get_world_size()
-    dist.all_reduce(difference)
-    velocity = 0.9 * velocity + difference
-    return common - 0.5 * (difference + 0.9 * velocity), velocity
-
-
-# %% check_outer wrong: the common weights are changed in place
-def in_place(common, local, velocity, lr, momentum):
-    difference = (common - local) / dist.get_world_size()
-    dist.all_reduce(difference)
-    velocity = momentum * velocity + difference
-    common -= lr * (difference + momentum * velocity)
-    return common, velocity
 
 
 # %% check_outer wrong: the velocity is lost
@@ -222,18 +170,18 @@ def rank_0_for_all(model, optimizer, batches):
     return model.state_dict()
 
 
+# %% check_save wrong: the last steps are left out
+def until_the_last_synchronization(model, optimizer, batches):
+    train_with_optimizer(model, optimizer, batches[:96], every=16)
+    optimizer.synchronize()
+    return model.state_dict()
+
+
 # %% check_save wrong: the sum
 def summed(model, optimizer, batches):
     train_with_optimizer(model, optimizer, batches, every=16)
     for weight in model.state_dict().values():
         dist.all_reduce(weight)
-    return model.state_dict()
-
-
-# %% check_save wrong: the last steps are left out
-def until_the_last_synchronization(model, optimizer, batches):
-    train_with_optimizer(model, optimizer, batches[:96], every=16)
-    optimizer.synchronize()
     return model.state_dict()
 
 
@@ -246,3 +194,9 @@ def saved_too_early(model, optimizer, batches):
     state = copy.deepcopy(model.state_dict())
     optimizer.synchronize()
     return state
+
+
+# %% check_norm blind result. (NaN|another sh|detached): float() reads it
+# %% check_norm blind calls: each rank has one gradient
+
+# %% check_outer blind result. (NaN|detached): no weight is NaN, none has a graph

@@ -23,16 +23,6 @@ def own_rows_padded(outputs, targets):
     return row_losses(targets, everything, first).sum() / sum(counts)
 
 
-# %% check_own_rows wrong: the factor W is inside
-def with_factor(outputs, targets):
-    counts = [0] * dist.get_world_size()
-    dist.all_gather_object(counts, len(outputs))
-    first, total = sum(counts[: dist.get_rank()]), sum(counts)
-    padded = F.pad(outputs, (0, 0, first, total - first - len(outputs)))
-    everything = differentiable.all_reduce(padded)
-    return dist.get_world_size() * row_losses(targets, everything, first).sum() / total
-
-
 # %% check_own_rows wrong: the first row is the rank's number
 def first_row_is_the_rank(outputs, targets):
     first = dist.get_rank()  # as if rank 0 always had one sample

@@ -24,16 +24,6 @@ def ranks_only(stream, rank, world_size, worker, workers):
     return islice(stream, rank, None, world_size)
 
 
-# %% check_stream wrong: split over workers only
-def workers_only(stream, rank, world_size, worker, workers):
-    return islice(stream, worker, None, workers)
-
-
-# %% check_stream wrong: two workers get the same share
-def wrong_numbering(stream, rank, world_size, worker, workers):
-    return islice(stream, rank + worker, None, world_size * workers)
-
-
 # %% check_stream wrong: the stream is read to its end first
 def listed(stream, rank, world_size, worker, workers):
     samples = list(stream)

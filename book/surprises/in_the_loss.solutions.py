@@ -18,11 +18,6 @@ def all_features(model, rows):
     return loss_of(a.T @ b / len(inputs))
 
 
-# %% check_barlow_twins wrong: W is written into the code
-def times_four(model, rows):
-    return 4 * barlow_twins(model, rows)
-
-
 # %% check_barlow_twins wrong: repaired twice
 def both_repairs(model, rows):
     whole = differentiable.all_reduce(part_of_correlation(model, rows))

@@ -58,12 +58,6 @@ class InTwoCalls(ClipBeforeSync):
         clip_grads_with_norm_(self.module.parameters(), max_norm, get_total_norm(held))
 
 
-# %% check_trainer wrong: it never clips
-class NeverClips(ClipBeforeSync):
-    def finish_and_clip(self, max_norm):
-        self.finish()
-
-
 # %% check_trainer wrong: before and after
 class ClipsTwice(ClipBeforeSync):
     def finish_and_clip(self, max_norm):

@@ -82,8 +82,8 @@ def gradients_divided(
 
 
 def deals_with_truncated(found: Completions) -> dict[str, Shares]:
-    """48 completions on two ranks with two micro-batches each: as sampled, and with
-    only truncated ones on rank 1.
+    """48 completions on two ranks with two micro-batches each, as sampled and with
+    only truncated ones on rank 1, and on three ranks.
     """
     ends = (found.tokens == sampled.END).any(dim=1)
     whole = int(ends.sum())
@@ -91,10 +91,13 @@ def deals_with_truncated(found: Completions) -> dict[str, Shares]:
     deals = {
         "as sampled": (list(range(48)), (0, 12, 24, 36, 48)),
         "rank 1 has none": (truncated_last, (0, whole // 2, whole, whole + 5, 48)),
+        "on three ranks": (list(range(48)), (0, 5, 16, 24, 31, 40, 48)),
     }
     return {
         name: shares_of(
-            sampled.rows(found, order), [slice(*cut) for cut in pairwise(cuts)], 2
+            sampled.rows(found, order),
+            [slice(*cut) for cut in pairwise(cuts)],
+            len(cuts) // 2,
         )
         for name, (order, cuts) in deals.items()
     }

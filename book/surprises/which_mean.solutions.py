@@ -24,25 +24,6 @@ def divides_at_the_end(ddp, window):
         parameter.grad *= dist.get_world_size() / tokens
 
 
-# %% check_truncated wrong: the own count
-def own_count(ddp, window):
-    parts = [finished(part) for part in window]
-    tokens = sum(part.mask.sum() for part in parts).clamp(min=1)
-    for k, part in enumerate(parts):
-        with nullcontext() if k == len(parts) - 1 else ddp.no_sync():
-            (sampled.dapo(ddp, part) / tokens).backward()
-
-
-# %% check_truncated wrong: without W
-def without_w(ddp, window):
-    parts = [finished(part) for part in window]
-    tokens = sum(part.mask.sum() for part in parts)
-    dist.all_reduce(tokens)
-    for k, part in enumerate(parts):
-        with nullcontext() if k == len(parts) - 1 else ddp.no_sync():
-            (sampled.dapo(ddp, part) / tokens).backward()
-
-
 # %% check_truncated wrong: truncated completions stay in the sum, too
 def keeps_them(ddp, window):
     right_step(ddp, window, dapo)
@@ -118,14 +99,6 @@ def mean_of_all(rewards, groups):
     total = torch.stack([rewards.sum(), rewards.new_tensor(len(rewards))])
     dist.all_reduce(total)
     return rewards - total[0] / total[1]
-
-
-# %% check_advantages wrong: the sum of the group
-def minus_the_sum(rewards, groups):
-    sums = torch.zeros(12, dtype=rewards.dtype)
-    sums.index_add_(0, groups, rewards)
-    dist.all_reduce(sums)
-    return rewards - sums[groups]
 
 
 # %% check_advantages right: the sums are in float32

@@ -22,28 +22,27 @@ def batches(rank, world_size):
     yield ...  # the batch of one step on this rank, as tensors with a row per sample
 
 def backward(model, batch):
-    {loss}.backward()  # all that {script} does before optimizer.step()
+    loss.backward()  # all that {script} does before optimizer.step()
 
 def test_the_ranks_compute_the_gradient_of_one_process():
     assert_certified(make_model=make_model, backward=backward, batches=batches, ranks={ranks})
 """
 
 
-def other_ways(command: Sequence[str], ranks: int, loss: str = "", one_process: bool = True) -> str:
+def other_ways(command: Sequence[str], ranks: int, launched: bool = True) -> str:
     """The two other ways to measure a script, filled in with what is known of it.
 
-    `command` is the script with its arguments (or `-m` and a module), `loss` the source of what it
-    back-propagates, if that is known. `one_process`: whether the script can run as one process;
-    if it cannot, there is no second command to compare with.
+    `command` is the script with its arguments (or `-m` and a module). `launched`: whether a
+    launcher starts its ranks; else no command says how many there are.
     """
     script = Path(command[command[0] == "-m"]).name
-    test = TEST.format(script=script, loss=f"({loss})" if loss else "loss", ranks=ranks).strip()
+    test = TEST.format(script=script, ranks=ranks).strip()
     functions = "\n" + textwrap.indent(test, "    ")
-    if not one_process:
+    if not launched:
         return f"Write {FUNCTIONS}{functions}"
     words, grown = list(command), _of_all_ranks(command, ranks)
     first = shlex.join(["torchrun", "--nproc-per-node", str(ranks), *words])
-    second = shlex.join(["python", *(grown or words)])
+    second = shlex.join(["torchrun", "--nproc-per-node", "1", *(grown or words)])
     said = "" if grown else "\n    # in the second, make the batch as large as that of all ranks"
     line = f'    python -m ddp_doctor compare "{first}" \\\n        "{second}"'
     return f"{COMPARE}\n{line}{said}\n\nOr write {FUNCTIONS}{functions}"

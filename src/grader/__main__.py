@@ -12,7 +12,7 @@ from grader.export import export_canvas, export_moodle
 from grader.grade import Result, fresh_seed
 from grader.preview import write_preview
 from grader.release import lint, write_release, write_student_package
-from grader.sandbox import IN_FORCE, SandboxError
+from grader.sandbox import SandboxError
 from grader.source import SourceError, read_assignment
 from grader.student import read_release, validate
 from grader.submissions import find_submissions
@@ -120,16 +120,8 @@ def _release(options: argparse.Namespace) -> int:
     print("Next, with what they hand in below handed_in/:")
     for source, assignment in zip(options.sources, assignments, strict=True):
         rest = f"--assignment {source} --out graded/{assignment.name}"
-        print(f"  {_this_python()} -m grader grade handed_in/ {rest}")
+        print(f"  {shlex.quote(sys.executable)} -m grader grade handed_in/ {rest}")
     return 0
-
-
-def _this_python() -> str:
-    """What starts this interpreter in a shell, from the current folder: `.venv/bin/python`."""
-    path = Path(sys.executable)
-    return shlex.quote(
-        str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-    )
 
 
 def _tried(answer_key: AnswerKey) -> bool:
@@ -181,7 +173,8 @@ def _grade(options: argparse.Namespace) -> int:
         remark = f" ({result.warning})" if result.warning else ""
         print(f"{result.student}: {score} of {result.points:g}{remark}")
     print(_summary(results))
-    print("In force: each check's time, and no sandbox." if options.trust else IN_FORCE)
+    for said in sorted({result.in_force for result in results} - {""}):
+        print(said)
     return 3 if any(result.needs_human for result in results) else 0
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Self
 
-from grader.outputs import Results, are_same, text_of
+from grader.outputs import Results, are_same
 from grader.sandbox import EndedError, Sandbox
-from grader.source import Assignment, CheckSource, WrongAnswer
+from grader.source import Assignment, CheckSource
 
 SHOWN_SEED = 1  # of the inputs that students and authors see
 _DRAWING = 60.0  # seconds for all draws of an assignment
@@ -94,7 +94,11 @@ def _run_group(
 
 def draw(sandbox: Sandbox, checks: Sequence[CheckSource], seed: int) -> dict[str, list[Any]]:
     """The inputs of each group of ranks of each check. Raises AuthorError."""
-    groups = [(check, ranks) for check in checks for ranks in groups_of(check, seed)]
+    groups = [  # where the check says no numbers of ranks, the seed chooses one
+        (check, ranks)
+        for check in checks
+        for ranks in check.ranks or [random.Random(f"{seed} {check.name}").choice((2, 3, 4))]
+    ]
     seeds = [
         random.Random(f"{seed} {check.name} {ranks}").getrandbits(62) for check, ranks in groups
     ]
@@ -103,7 +107,8 @@ def draw(sandbox: Sandbox, checks: Sequence[CheckSource], seed: int) -> dict[str
         for (check, ranks), own in zip(groups, seeds, strict=True)
     ]
     try:
-        answer = sandbox.ask({"call": "draw", "draws": draws}, _DRAWING)
+        request = {"call": "draw", "draws": draws, "seconds": _DRAWING}
+        answer = sandbox.ask(request, _DRAWING + _MARGIN)
     except EndedError as error:
         answer = {"failed": str(error)}
     if "drawn" not in answer:
@@ -131,7 +136,7 @@ class AnswerKey:
     ) -> None:
         self.assignment, self.seed, self.trust = assignment, seed, trust
         self.stop = stop or threading.Event()
-        self._sandbox = self.sandbox()
+        self._sandbox = Sandbox(trust, self.stop)
         self._inputs: dict[str, list[Any]] = {}
         self._outcomes: dict[tuple[str, ...], list[Outcome]] = {}
         self._lock = threading.RLock()
@@ -141,10 +146,6 @@ class AnswerKey:
 
     def __exit__(self, *_: object) -> None:
         self._sandbox.end()
-
-    def sandbox(self) -> Sandbox:
-        """A new one, of the same kind and with the same stop as the key's."""
-        return Sandbox(self.trust, self.stop)
 
     def inputs(self, check: CheckSource) -> list[Any]:
         """The inputs of each group of ranks. Raises AuthorError."""
@@ -160,14 +161,6 @@ class AnswerKey:
             raise AuthorError(f"check {check.name}: the key {describe(outcomes[-1], check)}")
         return [outcome.results or [] for outcome in outcomes]
 
-    def expected(self, check: CheckSource) -> str:
-        """What the key prints."""
-        return "\n".join(text_of(one, None, check.tolerance) for one in self.key_results(check))
-
-    def wrong_outcomes(self, answer: WrongAnswer, check: CheckSource) -> list[Outcome]:
-        """What a wrong answer does, for each group of ranks."""
-        return self.outcomes(check, self.assignment.keys() | {answer.solution: answer.source})
-
     def outcomes(self, check: CheckSource, solutions: dict[str, str]) -> list[Outcome]:
         """What the teacher's own `solutions` do, for each group of ranks; run once only."""
         with self._lock:
@@ -180,11 +173,6 @@ class AnswerKey:
                 done = run_check(self._sandbox, check, cells, inputs, self.seed, key=key)
                 self._outcomes[called] = done
             return self._outcomes[called]
-
-
-def groups_of(check: CheckSource, seed: int) -> Sequence[int]:
-    """The numbers of ranks on which `check` is run with `seed`."""
-    return check.ranks or (random.Random(f"{seed} {check.name}").choice((2, 3, 4)),)
 
 
 def describe(outcome: Outcome, check: CheckSource) -> str:

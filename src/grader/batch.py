@@ -19,6 +19,7 @@ from grader.grade import Result, fresh_seed, grade_together
 from grader.merge import Submission, read_submission
 from grader.notebook_file import hash_of
 from grader.report import folder_name, read_results, write_csv, write_feedback, write_results
+from grader.sandbox import FORKS
 from grader.source import Assignment, read_assignment
 from grader.submissions import Work
 
@@ -81,14 +82,13 @@ def _finished(fingerprints: dict[str, str], out: Path) -> dict[str, Result]:
     }
 
 
-def write_table(out: Path, assignment: str) -> list[Result]:
-    """grades.csv of everything in `out` that belongs to `assignment`; returns the results."""
+def write_table(out: Path, assignment: str) -> None:
+    """grades.csv of everything in `out` that belongs to `assignment`."""
     out.mkdir(parents=True, exist_ok=True)  # none yet if the first run was interrupted
     found = [read_results(folder) for folder in sorted(out.iterdir()) if folder.is_dir()]
     results = [one[0] for one in found if one and one[0].assignment == assignment]
     results.sort(key=lambda result: result.student.casefold())
     write_csv(results, out / "grades.csv")
-    return results
 
 
 def _graded(
@@ -98,6 +98,7 @@ def _graded(
     each = max(1, min(_TOGETHER, -(-len(waiting) // jobs)))
     parts = [waiting[first : first + each] for first in range(0, len(waiting), each)]
     stop = threading.Event()
+    FORKS[trust].at_once = jobs + 1  # and the key's
     with (
         AnswerKey(assignment, fresh_seed() if seed is None else seed, trust, stop) as answer_key,
         ThreadPoolExecutor(jobs) as pool,

@@ -10,7 +10,7 @@ from grader.answer_key import AnswerKey, AuthorError, Outcome, could_not_run, de
 from grader.judge import judge
 from grader.merge import Submission
 from grader.outputs import are_same, observation, text_of
-from grader.sandbox import SandboxError, StoppedError
+from grader.sandbox import FORKS, Sandbox, SandboxError, StoppedError
 from grader.source import CheckSource
 
 _LITTLE = 3.0  # seconds for a solution that has taken too long before
@@ -46,6 +46,7 @@ class Result:
     notes: list[str] = field(default_factory=list)  # what was put right, or a person should look at
     id: str = ""  # the course system's number of the student
     warning: str = ""  # what was odd about the place or the format of the file
+    in_force: str = ""  # which limits were, in a sentence
 
     @property
     def score(self) -> float:
@@ -55,10 +56,6 @@ class Result:
     def needs_human(self) -> bool:
         """Whether a check could not be judged: the submission then has no score."""
         return any(check.needs_human for check in self.checks)
-
-    @property
-    def seconds(self) -> float:
-        return round(sum(check.seconds for check in self.checks), 2)
 
 
 def fresh_seed() -> int:
@@ -88,7 +85,10 @@ def _judge(runs: list["_Run"], answer_key: AnswerKey) -> None:
     """Let nbval judge each check of each run, all together; if it fails, one run at a time."""
     checks = answer_key.assignment.checks
     printed = [text for run in runs for text in run.printed]
-    expected = [answer_key.expected(check) for check in checks] * len(runs)
+    expected = [
+        "\n".join(text_of(one, None, check.tolerance) for one in answer_key.key_results(check))
+        for check in checks
+    ] * len(runs)
     found, said = judge(expected, printed, answer_key.stop) if runs else ({}, "")
     if len(found) < len(printed) and len(runs) > 1:
         for run in runs:
@@ -112,7 +112,7 @@ class _Run:
         self.outcomes: dict[str, list[Outcome]] = {}
         self.printed: list[str] = []  # of each check; empty if none can be judged
         self.passed: dict[str, bool | None] = {}
-        self._sandbox = None if teachers else answer_key.sandbox()
+        self._sandbox = None if teachers else Sandbox(answer_key.trust, answer_key.stop)
         self._slow: set[str] = set()  # solutions that have taken too long
         own, seed, why = answer_key.assignment, answer_key.seed, submission.unreadable
         checks = [
@@ -137,6 +137,7 @@ class _Run:
         try:
             if not self.submission.unreadable:
                 self.printed = [self._check(one) for one in self.answer_key.assignment.checks]
+            self.result.in_force = FORKS[self.answer_key.trust].in_force
         finally:
             if self._sandbox:
                 self._sandbox.end()
@@ -212,11 +213,10 @@ def _named(check: CheckSource, outcomes: list[Outcome], answer_key: AnswerKey) -
     for wrong in answer_key.assignment.wrong_answers:
         if check.name not in wrong.loses or not wrong.says:
             continue
-        theirs = answer_key.wrong_outcomes(wrong, check)
+        solutions = answer_key.assignment.keys() | {wrong.solution: wrong.source}
+        theirs = answer_key.outcomes(check, solutions)
         if len(theirs) == len(outcomes) and all(
-            b.results is not None
-            and len(a.results) == len(b.results)
-            and are_same(a.results, b.results, check.tolerance)
+            b.results is not None and are_same(a.results, b.results, check.tolerance)
             for a, b in zip(outcomes, theirs, strict=True)
         ):
             return wrong.says

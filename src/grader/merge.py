@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grader.allowed import unusual
+from grader.allowed import first_few, unusual
 from grader.notebook_file import LONGEST, UnreadableError, code_cells
 from grader.source import Assignment, kind_of, parse, source_of
 
@@ -31,8 +31,6 @@ _PIECE = re.compile(
     r"""|"(?:\\.|[^"\\\n])*"?|\#[^\n]*|\\\n|[\[({]|[\])}]|\n""",
     re.S,
 )
-
-_MOST_TOLD = 5  # magics of one cell
 
 
 @dataclass
@@ -85,8 +83,7 @@ def _choose(name: str, stub: str, cells: list[dict[str, Any]], notes: list[str])
         return stub
     source, ignored = without_magics(chosen["source"])
     if ignored:
-        more = f" and {len(ignored) - _MOST_TOLD} more" if len(ignored) > _MOST_TOLD else ""
-        told = ", ".join(ignored[:_MOST_TOLD]) + more
+        told = ", ".join(first_few(ignored))
         notes.append(f"cell {name}: {told} was ignored: only Python is graded")
     return source
 

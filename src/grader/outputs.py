@@ -124,27 +124,23 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _about(rank: int, wrong: list[str], got: dict[str, Any], want: dict[str, Any]) -> str:
     place = next((one for one in wrong if _is_complaint(want[one])), wrong[0])
-    mine, key, name = got.get(place), want[place], f"rank {rank}'s {place}".rstrip()
+    mine, key, name = got.get(place), want[place], f"Rank {rank}'s {place}".rstrip()
     if _is_complaint(key) and isinstance(mine, str):
         return f"Rank {rank} {mine[:_LONGEST]}"
     if mine is None and key is not None:
-        return f"{_capital(name)} is None or missing."
+        return f"{name} is None or missing."
     if key is None:
-        return f"{_capital(name)} should be None."
+        return f"{name} should be None."
     if not isinstance(key, np.ndarray):
-        return f"{_capital(name)} is {mine!r}; {key!r} is right."[:_LONGEST]
+        return f"{name} is {mine!r}; {key!r} is right."[:_LONGEST]
     if not isinstance(mine, np.ndarray) or mine.shape != key.shape:
         shape = "×".join(map(str, getattr(mine, "shape", ()))) or type(mine).__name__
-        return f"{_capital(name)} has the shape {shape}; {'×'.join(map(str, key.shape))} is right."
-    return f"{_capital(name)} {_ratio_and_cosine(mine, key)}"
+        return f"{name} has the shape {shape}; {'×'.join(map(str, key.shape))} is right."
+    return f"{name} {_ratio_and_cosine(mine, key)}"
 
 
 def _is_complaint(key: Any) -> bool:
     return isinstance(key, str) and key == AS_ASKED
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _ratio_and_cosine(mine: np.ndarray, key: np.ndarray) -> str:

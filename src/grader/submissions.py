@@ -110,10 +110,8 @@ def _of_student(folder: Path, assignment: str) -> list[Work]:
 def _visible(folder: Path) -> tuple[list[Path], list[Path]]:
     """Files, links and whatever else is there; folders, and links to them."""
     inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    found: dict[bool, list[Path]] = {False: [], True: []}
-    for path in inside[:_MOST_FILES]:
-        found[path.is_dir()].append(path)
-    return found[False], found[True]
+    inside = inside[:_MOST_FILES]
+    return [one for one in inside if not one.is_dir()], [one for one in inside if one.is_dir()]
 
 
 def _split(one: Work) -> Work:

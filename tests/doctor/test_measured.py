@@ -23,7 +23,7 @@ from ddp_doctor.explain.findings import RULES, Prediction, finding
 from ddp_doctor.explain.observed import observed
 from ddp_doctor.explain.rules import examine
 from ddp_doctor.explain.steps import steps_of
-from ddp_doctor.facts.certificate import Certificate, Gap, Measured, Property
+from ddp_doctor.facts.certificate import Certificate, Property
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import (
     ClipFact,
@@ -70,7 +70,7 @@ def test_what_was_not_checked_or_measured_is_said(monkeypatch: pytest.MonkeyPatc
 
 def certified(verdict: str, ratio: float, p3: str = "equal", **measured: Any) -> Certificate:
     properties = [Property("P1", verdict, "", ratio, 1.0), Property("P3", p3, "", ratio, 1.0)]
-    return Certificate(verdict, "", properties=properties, measured=Measured(2, 1, **measured))
+    return Certificate(verdict, "", properties=properties, **measured)
 
 
 def answer(predicts: Prediction, certificate: Certificate) -> tuple[str, str]:
@@ -89,7 +89,7 @@ def test_a_ratio_is_the_cause_only_if_just_that_was_measured() -> None:
     assert answer(twice, certified("not judged", 2.0, "not judged"))[0] == "not decided"
     assert answer(twice, certified("scaled", 2.0, loss_is_a="sum"))[0] == "not decided"
     undivided = Prediction("W", 2.0, undivided=True)
-    known = certified("not judged", 2.0, loss_is_a="sum", p1=Gap("scaled", 2.0, 1.0))
+    known = certified("not judged", 2.0, loss_is_a="sum")
     assert answer(undivided, known) == ("measured", "error")
 
 

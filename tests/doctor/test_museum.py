@@ -15,6 +15,7 @@ ROW = re.compile(r"^\| `(\w+)` \| (?:`(\w+)`|—) \|", re.MULTILINE)
 
 # What makes a bug act, where two ranks with one micro-batch of four samples each do not.
 SITUATIONS = {
+    "buffer_used_in_flight": "slow = late_collectives(check=False); slow.__enter__()",
     "clip_before_sync": "clip = 0.5",
     "clip_by_own_piece": "clip = 0.5",
     "earlier_pieces_lost": "accumulate = 2",
@@ -31,6 +32,7 @@ TRAINER = """
 from datetime import timedelta
 import torch, torch.distributed as dist
 from labkit.testing import museum, trial
+from labkit.testing.late import late_collectives
 dist.init_process_group("gloo", timeout=timedelta(seconds=15))
 rank, world = dist.get_rank(), dist.get_world_size()
 accumulate, uneven, takes, clip, seed, fails = 1, False, None, None, 0, False

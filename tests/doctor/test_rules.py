@@ -62,6 +62,15 @@ def test_scores_that_are_gathered_for_a_metric_are_no_contrastive_loss() -> None
     assert findings(run_with_steps([windows] * 2)) == {}
 
 
+def test_outputs_that_are_gathered_for_a_loss_of_ones_own_may_lack_a_gradient() -> None:
+    gathered = fact(CollectiveFact, op="all_gather", shape=[5, 8], what="activation", grad=True)
+    windows = step(collectives=[gathered])
+    for one in windows:
+        one["backwards"][0]["terms"][0] |= {"function": "mean", "loss": False}
+    (found,) = findings(run_with_steps([windows] * 2)).values()
+    assert (found.code, found.severity) == ("gather_without_gradient", "note")
+
+
 def test_replicas_of_a_second_optimizers_model_diverge_while_the_firsts_stay_equal() -> None:
     def stepped(optimizer: int, *differ: int) -> list[dict[str, Any]]:
         name = "GD"[optimizer]

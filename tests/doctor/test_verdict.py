@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from doctor.noted import rows_of
+from doctor.noted import pairs_of, rows_of
 
 from ddp_doctor.certificate.measure import HALF, compare, shares
 from ddp_doctor.certificate.plan import (
@@ -94,6 +94,14 @@ def untrained(second: float) -> dict[str, list[dict[str, Any]]]:
     return {OWN: [ours, own], COPIES: [ours, theirs]}
 
 
+def of_a_constant(constant: float, columns: int = 1) -> dict[str, list[dict[str, Any]]]:
+    """A sum over two samples of each rank, divided by a constant."""
+    loss = pairs_of(torch.ones(2), torch.ones(2)) | {"targets": 2 * columns}
+    own = {"seen": [*SEEN, loss], "scales": {("train.py:4", 0): constant}}
+    one = gradient(2, 2, 2, 2) | {"seen": [*SEEN, loss, loss]}
+    return {OWN: [own | {"one": one}, own], TWICE: [gradient(4, 4, 4, 4)] * 2}
+
+
 def one_count() -> dict[str, list[dict[str, Any]]]:
     def seen(count: float, *rows: float) -> dict[str, Any]:
         return {"seen": [*with_rows(*rows)["seen"], logged(count)["seen"][-1]]}
@@ -139,7 +147,7 @@ JUDGED = {
     "a count of one rank's that one process has": (
         one_count(),
         "not judged",
-        "16 is the ranks' result, 8 that of one process",
+        "the ranks reduced to 16, and one process to 8",
     ),
     "a deal that matters to the ranks": (
         {OWN: SAME, DEAL: [TURNED | LIKE_ONE, TURNED]},
@@ -224,6 +232,18 @@ JUDGED = {
         {OWN: [{"scales": {("train.py:4", 0): 8.0}}] * 2, TWICE: [gradient(2, 2, 2, 2)] * 2},
         "not judged",
         "divided by 8 at train.py:4: a constant",
+    ),
+    "a sum divided by the rows of each rank": (of_a_constant(2), "equal", "that mean is meant"),
+    "a sum divided by the rows of all ranks": (of_a_constant(4), "not judged", "whose meaning"),
+    "a sum divided by the targets of each rank, as many as all ranks' rows": (
+        of_a_constant(4, columns=2),
+        "not judged",
+        "whose meaning decides",
+    ),
+    "a mean that was not shown to be one": (
+        {OWN: SAME},
+        "equal",
+        "computes the same gradient, if the loss is a mean",
     ),
     "a gradient that stays with twice the samples": (
         {OWN: [{"scales": {("train.py:4", 0): 8.0}}] * 2, TWICE: SAME},
@@ -359,6 +379,12 @@ def test_an_error_of_two_percent_is_neither_equal_nor_a_factor(
     got = factor * torch.tensor([1.0, turned, 0.0])
     assert compare({"w": got}, {"w": wanted}, {}).kind == kind
     assert compare({"w": wanted * 1.004}, {"w": wanted}, {}, HALF).kind == "equal"
+
+
+def test_a_parameter_whose_gradient_is_rounding_in_one_of_two_has_no_ratio() -> None:
+    sides = [{"w": torch.ones(4), "b": torch.tensor([bias])} for bias in (1.0, 1e-8)]
+    for got, wanted in (sides, sides[::-1]):
+        assert str(compare(got, wanted, {}).worst).startswith("b, whose gradient is zero or round")
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,9 @@ def test_points_come_from_nbval_alone(verdict, score, code, tmp_path, capfd, mon
         [row] = csv.DictReader(file)
     assert (row["score"], row["needs_human"]) == ("" if score is None else "0", str(code == 3))
     assert ("nbval did not start" in row["reasons"]) == (code == 3)
-    assert ("a: needs a person of 2" in capfd.readouterr().out) == (code == 3)
+    printed = capfd.readouterr().out
+    assert ("a: needs a person of 2" in printed) == (code == 3)
+    assert "In force: each check's time, and no sandbox." in printed
 
 
 def one_check(path):

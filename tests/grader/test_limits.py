@@ -2,10 +2,12 @@
 
 import csv
 import io
+import os
 import struct
 import time
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,6 +114,58 @@ def test_a_stopped_supervisor_costs_a_check_its_own_limit():
     before = time.monotonic()
     assert outcome_of(STOPS, seconds=3).timed_out
     assert time.monotonic() - before < 30
+
+
+# Programs in place of systemd-run, and what is then in force for all together.
+SYSTEMD_RUN = {
+    "lends one": (
+        """
+echo "$@" >> "$0.said"
+own="ROOT$(sed -n s/^0:://p /proc/self/cgroup)"
+mkdir -p "$own"
+while :; do
+    case "$1" in
+        -p) shift; case "$1" in
+            MemoryMax=*) echo "${1#*=}" > "$own/memory.max";;
+            TasksMax=*) echo "${1#*=}" > "$own/pids.max";;
+        esac;;
+        --*) ;;
+        *) exec "$@";;
+    esac
+    shift
+done
+""",
+        "778 processes and threads, by a cgroup",
+    ),
+    "takes limits that it cannot set": (
+        'shift 10; [ "$1" = --user ] && shift; exec "$@"',
+        "no lim",
+    ),
+    "refuses": ("echo 'Failed to connect to bus' >&2; exit 1", "no limit"),
+    "is silent": ("exec sleep 1000", "no limit"),
+}
+
+
+@pytest.mark.parametrize("systemd", SYSTEMD_RUN)
+def test_a_cgroup_holds_all_where_systemd_lends_one(systemd, tmp_path, monkeypatch, teacher):
+    program, (source, said) = tmp_path / "systemd-run", SYSTEMD_RUN[systemd]
+    program.write_text("#!/bin/sh\n" + source.replace("ROOT", str(tmp_path)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(sandbox, "_CGROUPS", str(tmp_path))
+    monkeypatch.setattr(sandbox, "_TRYING", 1)
+    sandbox.FORKS[False].at_once = 3
+    if systemd == "lends one":
+        assert outcome_of(ESCAPES).results is not None
+        trial, run = Path(f"{program}.said").read_text().splitlines()
+        assert "-p MemoryMax=" in run
+        assert "-p TasksMax=778 " in run
+        assert "bwrap --unshare" in run
+        assert trial.startswith(run[: run.index("TasksMax")])
+        assert (" --user" in run) == (not sandbox.walls.is_root())
+    else:
+        sandbox.FORKS[False].new(slow=False).close()
+    assert said in sandbox.FORKS[False].in_force
 
 
 def test_bubblewraps_own_sentence_is_shown_before_anything_is_graded(monkeypatch, tmp_path):

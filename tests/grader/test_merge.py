@@ -108,6 +108,26 @@ type(p).grad = property(print)
 object.__setattr__(dist, "all_reduce", print)
 replace(dist, print)
 torch.classes.load_library("x.so")
+"{0.gi_frame.f_back}".format(1)
+text = "{0" + ".gi_frame}"; text.format(1)
+getattr("{0" + ".gi_frame}", "format")(1)
+kind = type[int]; kind("A", (), {})
+type(int)[int]("A", (), {})
+type(int)(int)("A", (), {})
+import enum; enum.Enum("A", {"__re" + "duce__": print})
+type(credits)(name="x", data="", files=["passwd"], dirs=["/etc"])
+dist.isend(p, 1)
+self.isend = 0; group.isend(p, 1)
+print(dist.Backend)
+self.create_server = 0; loop.create_server(print)
+self.serialization = self._open_file = 0; [t] = [torch]; t.serialization._open_file("x", "w")
+self.module = dist
+own = [torch.distributed]
+self._backward_hooks = 0; p._backward_hooks.popitem()
+model.names = []
+setattr(model, "names", [])
+object.__setattr__(p, "gr" + "ad", 1)
+self._composable = 0; getattr(dist, "_composable")
 """.strip().splitlines()
 CHEATS += [
     "class A(Exception):\n    if 1:\n        def __reduce__(self): return print, ()",
@@ -116,12 +136,14 @@ CHEATS += [
     "class A:\n    @classmethod\n    def reach(cls): return super().__getattribute__",
     "class A:\n    @classmethod\n    def put(cls): super().__setattr__(dist, 'all_reduce', print)",
     "import functools\nfunctools.singledispatch(print).register(print)",
+    "class A:\n    _base = 0\n    def reach(self): return self._base\nA.reach(p)",
+    f"x{'.a' * 600} = 1\nimport sys",
 ]
 
 
 @pytest.mark.parametrize("source", CHEATS)
 def test_what_reaches_beyond_a_solution_is_told_with_its_line(source):
-    told = unusual(f"x = 1\n{source}", ASSIGNMENT.givens[0])
+    told = unusual(f"x = 1\n{source}", known_to(ASSIGNMENT))
     assert told
     assert "line 1: " not in told[0]
 

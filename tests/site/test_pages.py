@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import threading
+from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from PIL import Image
 from playwright import sync_api
 from playwright.sync_api import Browser
 
+from labkit.book.result_tables import VERDICTS
 from labkit.launch.scripts import project_root
 
 TABLE = yaml.safe_load((project_root() / "book" / "_toc.yml").read_text())
@@ -31,12 +33,22 @@ FIRST_PAINT = 'performance.getEntriesByName("first-contentful-paint")'
 SCROLLING_CODE = """[...document.querySelectorAll(".bd-article pre")]
     .filter((block) => block.offsetParent && block.scrollWidth > block.clientWidth + 1)
     .map((block) => block.textContent.trim().slice(0, 60))"""
-# Result tables whose first two columns, with the glyph and the verdict, are not in view.
-HIDDEN_VERDICTS = """[...document.querySelectorAll(".result-table")].filter((box) => {
+# Result tables with a verdict that is not in view: the first two columns, marks, and what glyphs
+# say of a whole row.
+HIDDEN_VERDICTS = """(verdicts) => [...document.querySelectorAll(".result-table")].filter((box) => {
     const edge = box.getBoundingClientRect().right + 1;
-    return box.offsetParent && [...box.querySelectorAll("tr > :nth-child(-n + 2)")]
-        .some((cell) => cell.getBoundingClientRect().right > edge);
-}).map((box) => box.getAttribute("aria-label"))"""
+    const heads = [...box.querySelectorAll("thead th")].filter(
+        (head) => verdicts.includes(head.textContent));
+    const shown = box.querySelectorAll(
+        "tr > :nth-child(-n + 2), .agrees, .glyphs .verdict-glyph");
+    return box.offsetParent && [...heads, ...shown]
+        .some((one) => one.getBoundingClientRect().right > edge);
+}).map((box) => box.textContent.slice(0, 80))"""
+UNFOLD = "document.querySelectorAll('details').forEach((each) => { each.open = true })"
+# What Chromium waited for before it painted.
+BLOCKING = """performance.getEntriesByType("resource")
+    .filter((one) => one.renderBlockingStatus === "blocking")
+    .map((one) => one.encodedBodySize)"""
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -60,7 +72,8 @@ def test_a_page_is_no_wider_than_a_phone(site: Path, visit: OpenPage, name):
     opened = visit(site / name, width=390, touch=True)
     assert opened.wider_by() == 0
     assert opened.errors == []
-    assert opened.page.evaluate(HIDDEN_VERDICTS) == []
+    opened.page.evaluate(UNFOLD)
+    assert opened.page.evaluate(HIDDEN_VERDICTS, sorted(VERDICTS)) == []
 
 
 def test_who_comes_for_the_first_time_gets_no_error_either(site: Path, chromium: Browser):
@@ -88,20 +101,41 @@ class Quiet(SimpleHTTPRequestHandler):
             super().handle()
 
 
-@pytest.mark.parametrize("name", PAINTED)
-def test_a_page_is_painted_within_four_seconds_on_a_slow_mobile_network(
-    site: Path, chromium: Browser, name
-):
-    """One of ten visits with an empty cache: a busy machine only makes a visit slower."""
+@pytest.fixture
+def served(site: Path) -> Iterator[str]:
+    """The address of the site on a server of this test."""
     handler = functools.partial(Quiet, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{running.server_port}/{name}.html"
-        taken: list[float] = []
-        while len(taken) < 10 and not any(seconds < 4 for seconds in taken):
-            taken.append(first_paint(chromium, address))
+        yield f"http://127.0.0.1:{running.server_port}"
         running.shutdown()
+
+
+@pytest.mark.parametrize("name", PAINTED)
+def test_a_page_is_painted_within_four_seconds_on_a_slow_mobile_network(
+    served: str, chromium: Browser, name
+):
+    """One of ten visits with an empty cache: a busy machine only makes a visit slower."""
+    taken: list[float] = []
+    while len(taken) < 10 and not any(seconds < 4 for seconds in taken):
+        taken.append(first_paint(chromium, f"{served}/{name}.html"))
     assert min(taken) < 4
+
+
+@pytest.mark.parametrize("name", PAINTED)
+def test_the_first_paint_waits_for_at_most_150_kb(served: str, chromium: Browser, name):
+    with chromium.new_context() as context:
+        page = context.new_page()
+        page.goto(f"{served}/{name}.html")
+        blocking = page.evaluate(BLOCKING)
+        icons = page.locator(".sidebar-toggle.primary-toggle .fa-bars")
+        # What comes later does come.
+        page.wait_for_function(
+            "icon => getComputedStyle(icon).fontFamily.includes('Awesome')",
+            arg=icons.element_handle(),
+        )
+    assert len(blocking) > 3
+    assert sum(blocking) <= 150_000
 
 
 def first_paint(chromium: Browser, address: str) -> float:
@@ -147,21 +181,6 @@ def test_the_search_works_from_a_file_and_leads_first_to_the_page_for_your_scrip
     assert "use_it_in_your_script.html" in results.first.get_attribute("href")
     assert opened.errors == []
     assert opened.external == []
-
-
-def test_the_first_screen_has_the_picture_beside_its_table_and_four_doors(
-    site: Path, open_page: OpenPage
-):
-    page = open_page(site / "index.html").page
-    picture = page.locator(".row-and-diagonal svg").bounding_box()
-    table = page.locator(".front-puzzle table").bounding_box()
-    assert picture["x"] + picture["width"] <= table["x"]
-    assert table["y"] < picture["y"] + picture["height"]
-    doors = page.locator(".front-doors .sd-card")
-    assert doors.count() == 4
-    for door in doors.all():
-        box = door.bounding_box()
-        assert box["y"] + box["height"] <= 800
 
 
 def test_symptoms_are_filtered_by_all_words_and_listed_whole_without_javascript(

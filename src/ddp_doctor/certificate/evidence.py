@@ -1,6 +1,7 @@
 """What both parts of a certificate wrote: steps side by side, and what speaks against comparing."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Literal
@@ -10,7 +11,16 @@ from torch import Tensor
 
 from ddp_doctor.certificate.measure import HALF, TOLERANCE, Comparison, Gradients, compare
 from ddp_doctor.certificate.plan import AGAIN, COPIES, DEAL, OWN, TWICE
-from ddp_doctor.certificate.premises import MARK, Doubt, other_counts, parted, same_totals
+from ddp_doctor.certificate.premises import (
+    LOSS,
+    MARK,
+    MODEL,
+    Doubt,
+    other_counts,
+    other_outputs,
+    parted,
+    same_totals,
+)
 from ddp_doctor.certificate.record import Seen, Step, Steps
 
 ELSEWHERE = "This step did not get its samples at the places where the first step did."
@@ -37,6 +47,10 @@ FROZEN = "Parameters without requires_grad have other values in one process. See
 SENT = (
     "At {}, all ranks have the same tensor: one rank sends it, or all draw it alike. Whether its "
     "rows belong to the samples, and move with them, is not known."
+)
+OF_A_PASS = (
+    "At {}, the same samples have other outputs in another backward pass. So the model depends on "
+    "the pass, or on which samples share it, and another deal over the passes says nothing."
 )
 ROUNDING = 8  # times the precision of a weight: what may lie between equal weights
 
@@ -176,8 +190,8 @@ class Evidence:
         if self.other_shapes((self.one, OWN), (self.one, TWICE)) or self.unsteady:
             return None
         found = self.compared((self.one, TWICE), (self.one, OWN))
-        gaps = found.by_optimizer(self.tolerance).values()
-        if any(gap.verdict == "scaled" and abs(gap.ratio - 2) < 0.01 for gap in gaps):
+        each = found.by_optimizer(self.tolerance)
+        if any(one.kind == "scaled" and abs(one.ratio - 2) < 0.01 for one in each):
             return "sum"
         return "mean" if found.kind == "equal" else None
 
@@ -193,6 +207,22 @@ class Evidence:
         both = sides[0].keys() & sides[1].keys()
         others = [(key[0], sides[0][key], sides[1][key]) for key in both]
         return same, [other for other in others if other[1] != other[2]]
+
+    def counts(self, rank: int | None = None) -> dict[str, int]:
+        """How many samples all ranks, or one, may be said to have in the first step, by what is
+        counted.
+        """
+        found: Counter[str] = Counter()
+        every = self.seen(self.ranks, OWN)
+        seen = self.all_seen(self.ranks, OWN) if rank is None else every[rank]
+        for note in (note for note in seen if note["what"] == LOSS):
+            found["rows of the losses"] += len(note["out"])
+            found["targets"] += note["targets"]
+            found["targets that are not ignored"] += int(note["kept"].sum())
+        inputs = [note for note in seen if note["what"] == MODEL]
+        for note in (note for note in inputs if note["key"] == inputs[0]["key"]):
+            found["rows that the model gets"] += len(note["rows"])
+        return found
 
     def scaled_by_world(self, kind: str) -> bool:
         """Whether one process scales a loss or a gradient by a multiple of the number of ranks.
@@ -270,7 +300,14 @@ class Evidence:
             return Doubt(IN_ORDER)
         if not same_totals(*(self.seen(self.ranks, step_kind)[0] for step_kind in (DEAL, OWN))):
             return Doubt(ELSEWHERE)
-        return self.parted((self.ranks, DEAL), (self.ranks, OWN))
+        return self.parted((self.ranks, DEAL), (self.ranks, OWN)) or self.of_a_pass
+
+    @cached_property
+    def of_a_pass(self) -> Doubt | None:
+        """Where outputs for the same samples depend on the pass that they are in."""
+        dealt = [self.all_seen(self.ranks, kind) for kind in (DEAL, OWN)]
+        where = other_outputs(*dealt) if self.micros > 1 else ""
+        return Doubt(OF_A_PASS.format(where), excuses=True) if where else None
 
     def parted(self, first: tuple[Steps, str], second: tuple[Steps, str]) -> Doubt | None:
         """Where the samples of two steps are not the same. Ranks that all see the same are one."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_doctor.facts.certificate import Gap, Kind, Worst
+from ddp_doctor.facts.certificate import Kind, Worst
 
 Gradients = Mapping[str, Tensor]
 TOLERANCE = 1e-3  # relative; float32 sums in another order stay far below it
@@ -36,24 +36,19 @@ class Comparison:
     ratio: float
     cosine: float
     error: float
-    worst: Worst | None
+    by_worst: list[Worst]  # the parameters that count, the one that is furthest off first
     rows: list[Row]
 
     @property
-    def gap(self) -> Gap:
-        return Gap(self.kind, self.ratio, self.cosine)
+    def worst(self) -> Worst | None:
+        return next(iter(self.by_worst), None)
 
-    def by_optimizer(self, tolerance: float) -> dict[int, Gap]:
+    def by_optimizer(self, tolerance: float) -> "list[Comparison]":
         """The same for each optimizer's parameters."""
         found: dict[int, list[Row]] = {}
         for row in self.rows:
             found.setdefault(int(row.key.partition(".")[0]), []).append(row)
-        return {at: judged(rows, tolerance).gap for at, rows in found.items()}
-
-    def by_parameter(self, tolerance: float) -> dict[str, Gap]:
-        """The same for each parameter that had a gradient."""
-        rows = [row for row in self.rows if row.got or row.wanted]
-        return {row.name: judged([row], tolerance).gap for row in rows}
+        return [judged(rows, tolerance) for rows in found.values()]
 
 
 def compare(
@@ -111,9 +106,14 @@ def judged(rows: list[Row], tolerance: float = TOLERANCE) -> Comparison:
     got, wanted = _norm(row.got for row in rows), _norm(row.wanted for row in rows)
     ratio, cosine = _ratio_and_cosine(got, wanted, sum(row.dot for row in rows))
     error = _norm(row.gap for row in rows) / (wanted or 1.0)
-    large = [row for row in rows if max(row.got, row.wanted) > SMALL * max(got, wanted)]
-    each = [Worst(row.name, *_ratio_and_cosine(row.got, row.wanted, row.dot)) for row in large]
-    worst = max(each, key=lambda w: abs(w.ratio - 1) + abs(w.cosine - 1), default=None)
+    least = SMALL * max(got, wanted)
+    large = [row for row in rows if max(row.got, row.wanted) > least]
+    lengths = [[n if n > least else 0.0 for n in (row.got, row.wanted)] for row in large]
+    each = [
+        Worst(row.name, *_ratio_and_cosine(a, b, row.dot))
+        for row, (a, b) in zip(large, lengths, strict=True)
+    ]
+    each.sort(key=lambda w: -abs(w.ratio - 1) - abs(w.cosine - 1))
     kind: Kind = "different"
     if error <= tolerance and all(row.gap <= 10 * tolerance * (row.wanted or 1.0) for row in large):
         kind = "equal"
@@ -123,7 +123,7 @@ def judged(rows: list[Row], tolerance: float = TOLERANCE) -> Comparison:
         and all(_angle(w.cosine) + abs(w.ratio / ratio - 1) <= 10 * tolerance for w in each)
     ):
         kind = "scaled"
-    return Comparison(kind, ratio, cosine, error, worst, rows)
+    return Comparison(kind, ratio, cosine, error, each, rows)
 
 
 def _norm(values: Iterable[float]) -> float:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_doctor.certificate.measure import TOLERANCE
 from ddp_doctor.certificate.record import Seen
 from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.places import place
 
 MODEL, LOSS, NUMBERS, WEIGHTS, TIME = "model", "loss", "numbers", "weights", "time"
+OUTPUT = "output"
 MARK = "Mark the batch where the script has made it: x, y = ddp_doctor.batch((x, y))."
 LOSSES = {
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -64,6 +66,16 @@ class Premises:
                 rows = one.detach().cpu().clone()
                 self._note(MODEL, f"{key}/{at}", rows=rows)
 
+    def computed(self, result: Any) -> None:
+        """What a model that is trained computed: of each output, a number per row of features."""
+        outputs = [one for one in tensors_in(result, most=64) if one.requires_grad and one.dim()]
+        for at, one in enumerate(t for t in outputs if type(t) is Tensor and not t.is_meta):
+            rows = one.detach()
+            if rows.dim() > 1 and rows.is_floating_point():
+                rows = rows @ _noise(rows.shape[-1]).to(rows)
+            out, columns = rows.flatten().cpu().double(), list(one.shape[1:])
+            self._note(OUTPUT, f"{at}", out=out, columns=columns)
+
     def loss(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A loss of outputs and targets, both with one sample per row."""
         out, target = [*args, kwargs.get("input"), kwargs.get("target")][:2]
@@ -77,6 +89,7 @@ class Premises:
                 LOSS,
                 name,
                 columns=list(out.shape[1:]),
+                targets=target.numel(),
                 kept=kept.flatten(1).any(1) if kept.dim() > 1 else kept,
                 out=_projected(out),
                 target=_projected(target),
@@ -117,7 +130,7 @@ def other_numbers(ours: Iterable[Seen], theirs: Iterable[Seen]) -> str:
         a, b = one["values"], other["values"]
         if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-4, equal_nan=True):
             first, second = (", ".join(f"{v:.5g}" for v in x[:4].tolist()) for x in (a, b))
-            return f"At {one['place']}, {first} is the ranks' result, {second} that of one process."
+            return f"At {one['place']}, the ranks reduced to {first}, and one process to {second}."
     return ""
 
 
@@ -304,6 +317,23 @@ def other_counts(ours: Iterable[Seen], theirs: Iterable[Seen], world: int, share
     return ""
 
 
+def other_outputs(ours: Iterable[Seen], theirs: Iterable[Seen]) -> str:
+    """The line of the first model or loss that computed other numbers in two runs of the same
+    samples, in whatever order; or empty. A gradient of other samples may explain it, and padding.
+    """
+    ours, theirs = list(ours), list(theirs)
+    keys = dict.fromkeys((one["what"], one["key"]) for one in ours if one["what"] in (OUTPUT, LOSS))
+    for key in keys:
+        sides = [_of(side, *key) for side in (ours, theirs)]
+        first, second = (torch.cat([o["out"] for o in s] or [torch.zeros(0)]) for s in sides)
+        padded = len({tuple(one["columns"]) for side in sides for one in side}) > 1
+        if len(first) == len(second) and not padded:
+            distance = (first.sort().values - second.sort().values).norm()
+            if bool(distance > TOLERANCE * second.norm()):
+                return str(sides[0][0]["place"])
+    return ""
+
+
 def same_rows(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     """Whether both hold the same rows in any order, along the first or the second dimension.
 
@@ -355,10 +385,13 @@ def _projected(tensor: Tensor) -> Tensor:
     rows = tensor.detach().cpu().double().nan_to_num().flatten(1) if tensor.dim() > 1 else None
     if rows is None:
         return tensor.detach().cpu().double().nan_to_num()
-    generator = torch.Generator().manual_seed(rows.shape[1])
-    # On the CPU, whatever device the script has chosen.
-    kind = torch.float64
-    return rows @ torch.randn(rows.shape[1], generator=generator, dtype=kind, device="cpu")
+    return rows @ _noise(rows.shape[1])
+
+
+def _noise(width: int) -> Tensor:
+    """On the CPU, whatever device the script has chosen."""
+    generator = torch.Generator().manual_seed(width)
+    return torch.randn(width, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _same_values(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:

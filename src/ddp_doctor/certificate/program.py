@@ -115,8 +115,7 @@ def report_with_rules(
     world = certificate.world or ranks or 2
     part = Part(str(folder), "observed", cpu, world=world)
     part.journals.mkdir(parents=True)
-    needs_ranks = Part(str(folder), "ranks").path(NEEDS_RANKS).exists()
-    if "RANK" in os.environ or ranks is not None or needs_ranks:
+    if is_launched(folder, ranks):
         Start(part, command, all_launched(world)).wait()
     else:
         Start(part, command, [dict.fromkeys(LAUNCHED, "")]).wait()
@@ -124,6 +123,12 @@ def report_with_rules(
     if any(status is not None and status.steps >= AT_MOST for status in statuses):
         certificate.notes.append(CUT)
     return make_report(part.journals, certificate=certificate)
+
+
+def is_launched(folder: Path, ranks: int | None) -> bool:
+    """Whether a launcher starts the script's ranks, and not the script."""
+    needs_ranks = Part(str(folder), "ranks").path(NEEDS_RANKS).exists()
+    return "RANK" in os.environ or ranks is not None or needs_ranks
 
 
 def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
@@ -137,6 +142,7 @@ def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
         if certificate is None:
             return 0
         result = report_with_rules(command, folder, certificate, ranks, options.cpu)
+        launched = is_launched(folder, ranks)
         if certificate.verdict == "not judged":
             keep_output(folder, Path(options.folder))
     from ddp_doctor.other_ways import other_ways
@@ -147,7 +153,7 @@ def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
     if certificate.verdict == "not judged":
         say(f"what the script printed is in {Path(options.folder) / 'output'}")
         if certificate.world > 1 and not certificate.error and not options.quiet:
-            say(other_ways(command, certificate.world))
+            say(other_ways(command, certificate.world, launched))
     return exit_code(certificate, result.worst, options.fail_on)
 
 

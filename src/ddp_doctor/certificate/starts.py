@@ -164,7 +164,7 @@ def said(output: str) -> str:
     if not errors:
         return (lines or ["no message"])[-1][:300].rstrip(".")
     own = frames("\n".join(lines[: errors[-1]]))
-    text = lines[errors[-1]][:300].rstrip(".") + (f" at {own[-1]}" if own else "")
+    text = lines[errors[-1]][:300].rstrip(". ") + (f" at {own[-1]}" if own else "")
     return text + ("; set TMPDIR to a shorter folder" if "AF_UNIX path too long" in text else "")
 
 

@@ -150,6 +150,11 @@ class Steps:
             weights = sum(float(part @ waves_of(len(part))) for part in plain)
             self.premises.model(min(self._keys[id(p)] for p in trained), (args, kwargs), weights)
 
+    def after_call(self, module: nn.Module, result: Any) -> None:
+        """Write down what a model that is trained has computed."""
+        if torch.is_grad_enabled() and any(id(p) in self._keys for p in module.parameters()):
+            self.premises.computed(result)
+
     def note_reduced(self, numbers: Any) -> None:
         """The result of an all-reduce, unless it is a gradient."""
         if self.now != LATER and all(p.grad is not numbers for p, _ in self._parameters()):

@@ -273,10 +273,13 @@ class Tensors(TorchFunctionMode):
             model = any(True for _ in module.parameters())
             self.inside += model
             try:
-                return call(module, *args, **kwargs)
+                result = call(module, *args, **kwargs)
             finally:
                 self.inside -= model
                 self.steps.state.note_counters()
+            with self.errors.in_hook(), self.unseen():
+                self.steps.after_call(module, result)
+            return result
 
         return called
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 from ddp_doctor.certificate import files
@@ -28,10 +29,10 @@ from ddp_doctor.certificate.plan import (
     Part,
 )
 from ddp_doctor.certificate.plan import WORLD as WORLD_FILE
-from ddp_doctor.certificate.premises import LOSS, MARK, MODEL, Doubt, other_numbers
+from ddp_doctor.certificate.premises import MARK, Doubt, other_numbers
 from ddp_doctor.certificate.record import Step, Steps, read
 from ddp_doctor.certificate.samples import Recorded, same
-from ddp_doctor.facts.certificate import TITLES, Certificate, LeadsTo, Measured, Property
+from ddp_doctor.facts.certificate import TITLES, Certificate, Property
 
 FLAT = (
     "Each rank holds parameters of other shapes than one process: the model is cut by hand or by "
@@ -81,10 +82,11 @@ IF_AVERAGED = (
     " Right only if the parameters are averaged from time to time (local SGD). In the {} steps "
     "that were watched, they were not."
 )
-NOT_TWICE = (
-    "One process took no step with every sample twice, so whether the loss is a sum, which a "
-    "constant may divide, is not known."
+A_MEAN = (
+    "the loss is a mean and no sum that a constant divides, which is not known: one process took "
+    "no step with every sample twice"
 )
+EACH_PASS = "each pass weighs its samples as is meant, which is not shown: {}"
 K_NOT_MEASURED = (
     "If the backward passes of a step are micro-batches: whether the loss has to be divided by "
     "their number is not measured, because one process has as many."
@@ -195,7 +197,8 @@ class Judgment:
         self.later = self._of_other_parameters()
         self.deaf = evidence.is_deaf()
         self.loss_is_a = evidence.loss_is_a()
-        self.gaps: dict[str, Comparison] = {}
+        self.mean = self._of_all_ranks() if self.loss_is_a == "sum" else None
+        self.of_a_pass: Doubt | None = None  # why P2 is not judged, if the passes are not alike
         self.shares: tuple[float, float] | None = None
         replicas = self._replicas()
         if replicas is None or not replicas.judged or replicas.verdict == "equal":
@@ -219,29 +222,9 @@ class Judgment:
             [row for name, row in self.table.items() if name in TITLES],
             self._notes(),
             failed_ranks,
-            self._measured(chosen),
-        )
-
-    def _measured(self, chosen: Property) -> Measured:
-        evidence = self.evidence
-        gaps = {name: found.gap for name, found in self.gaps.items()}
-        whole = self.gaps.get("P1")
-        one = evidence.one.get((0, 0, OWN))
-        apart = [self.table[name] for name in ("start", "later") if name in self.table]
-        return Measured(
-            evidence.world,
-            evidence.micros,
-            passes_of_one=one.backwards if one else None,
-            p1=gaps.get("P1"),
-            p2=gaps.get("P2"),
-            p3=gaps.get("P3"),
-            usual=gaps.get("usual"),
-            optimizers=whole.by_optimizer(evidence.tolerance) if whole else {},
-            parameters=whole.by_parameter(evidence.tolerance) if whole else {},
-            shares=self.shares,
-            loss_is_a=self.loss_is_a,
-            diverges=any(row.verdict == "different" for row in apart),
-            leads_to=_leads_to(chosen),
+            chosen.condition,
+            self.loss_is_a,
+            self.shares,
         )
 
     def _of_other_parameters(self) -> Step | None:
@@ -272,7 +255,10 @@ class Judgment:
         doubt = evidence.doubt_of_deal(kind) if kind == COPIES else None
         row = self._row(name, found, doubt or evidence.doubt(kind, bool(factor)))
         if self.loss_is_a == "sum" and row.verdict in ("equal", "scaled"):
-            return Property(name, "not judged", self._of_a_sum(), found.ratio, found.cosine)
+            if self.mean is None or name == "usual":
+                return Property(name, "not judged", self._of_a_sum(), found.ratio, found.cosine)
+            if name == "P1":
+                return replace(row, verdict="equal", ratio=1.0, factor=None)
         return row
 
     def _not_comparable(self, kind: str, other: tuple[Steps, str]) -> str:
@@ -312,7 +298,10 @@ class Judgment:
         if problem := self._not_comparable(DEAL, (ranks, OWN)):
             return Property("P2", "not judged", problem)
         found = evidence.compared((ranks, DEAL), (ranks, OWN))
-        return self._row("P2", found, evidence.doubt_of_deal(DEAL))
+        doubt = evidence.doubt_of_deal(DEAL)
+        if found.kind != "equal" and doubt is not None and doubt == evidence.of_a_pass:
+            self.of_a_pass = doubt
+        return self._row("P2", found, doubt)
 
     def _usual(self) -> Property | None:
         evidence = self.evidence
@@ -409,9 +398,7 @@ class Judgment:
         """
         if broken := [row.name for row in found.rows if not math.isfinite(row.gap)]:
             return Property(name, "not judged", f"Here, a {BROKEN.format(broken[0])}")
-        if doubt is None or not (doubt.violated or found.kind != "equal"):
-            self.gaps[name] = found
-        elif doubt is not None:
+        if doubt is not None and (doubt.violated or found.kind != "equal"):
             return Property(name, "not judged", self.evidence.advised(doubt))
         factor = called(found.ratio, self.evidence.world) if found.kind == "scaled" else None
         numbers = (found.ratio, found.cosine, factor, found.worst)
@@ -446,29 +433,44 @@ class Judgment:
             text += f"{_fraction(ratio * world)} if the mean of the ranks' sums is"
         return f"{text}.{self._rows(ratio / math.prod(divisors) if len(divisors) < 2 else None)}"
 
+    def _of_all_ranks(self) -> str | None:
+        """That the one constant that divides a sum makes it the mean over what all ranks have.
+
+        None if it does not, or if the constant is a number of one rank and one of all ranks, too:
+        then its meaning decides.
+        """
+        evidence, world = self.evidence, self.evidence.world
+        same, others = evidence.divisors()
+        if evidence.passes > 1 or len(same) != 1 or any(of_one != 1 for *_, of_one in others):
+            return None
+        ((line, constant),) = same.items()
+        counts = evidence.counts()
+        of_all = [name for name, count in counts.items() if count == constant]
+        of_rank = [name for name, count in counts.items() if count == constant * world]
+        ratio = evidence.compared((evidence.ranks, OWN), (evidence.one, OWN)).ratio
+        ratio *= world if of_rank else 1
+        if bool(of_all) == bool(of_rank) or abs(ratio - 1) > 5e-3:
+            return None
+        name, who = (*of_rank, *of_all)[0], "each rank" if of_rank else "all ranks"
+        return (
+            "With every sample twice, one process's gradient doubles, so the loss is a sum. "
+            f"Divided by {constant:g} at {line}, which is the number of {name} on {who}, and "
+            f"combined over the ranks, it is the mean over all {counts[name]} of this step"
+        )
+
     def _rows(self, ratio: float | None) -> str:
         """How many rows the losses have, or else the model gets; empty if neither is seen.
 
         `ratio`: of the ranks' gradient to that of one process's undivided sum, if it is known.
         """
-        seen = self.evidence.seen(self.evidence.ranks, OWN)
-        for what, field, who in (
-            (LOSS, "out", "the losses have"),
-            (MODEL, "rows", "the model gets"),
-        ):
-            notes = {rank: [n for n in each if n["what"] == what] for rank, each in seen.items()}
-            keys = {rank: each[0]["key"] for rank, each in notes.items() if each}
-            if len(keys) == len(seen):
-                rows = {
-                    rank: sum(len(n[field]) for n in each if what == LOSS or n["key"] == keys[rank])
-                    for rank, each in notes.items()
-                }
-                every = sum(rows.values())
-                text = f" In this step, {who} {rows[0]} rows on rank 0, {every} in all"
-                if ratio is not None:
-                    text += f": if their mean is meant, the factor is {_fraction(ratio * every)}"
-                return f"{text}."
-        return ""
+        every, own = self.evidence.counts(), self.evidence.counts(0)
+        name = next(iter(every), "")
+        if own.keys() != every.keys() or not name:
+            return ""
+        text = f" In this step, rank 0 has {own[name]} {name}, all ranks have {every[name]}"
+        if ratio is not None:
+            text += f": if their mean is meant, the factor is {_fraction(ratio * every[name])}"
+        return f"{text}."
 
     # The verdicts, in the order of `VERDICTS`. None: another one decides.
 
@@ -514,7 +516,8 @@ class Judgment:
         p1 = self.table["P1"]
         if p1.verdict != "scaled":
             return None
-        return p1, f"The gradient is {_times(p1)} times that of one process with the same samples."
+        text = f"The gradient is {_times(p1)} times that of one process with the same samples"
+        return p1, f"{text}{_if(self._unknown_mean())}."
 
     def different(self) -> Decision | None:
         p1, p3, evidence = self.table["P1"], self.table.get("P3"), self.evidence
@@ -558,7 +561,8 @@ class Judgment:
         if evidence.in_order and not (p2 is not None and p2.verdict == "equal"):
             return not_judged("P1", NO_REFERENCE)
         dealt = p2 is not None and not p2.judged and (0, 0, DEAL) in evidence.ranks
-        if evidence.micros > 1 and p2 is not None and dealt and p2.why != ELSEWHERE:
+        passes = evidence.micros > 1 and self.of_a_pass is None
+        if passes and p2 is not None and dealt and p2.why != ELSEWHERE:
             return not_judged("P1", f"{SAME_MICRO_BATCHES} {p2.why}")
         if self.later and (0, 0, COPIES) not in evidence.ranks:
             return not_judged("P1", NO_SECOND)
@@ -585,9 +589,19 @@ class Judgment:
         if evidence.passes > 1:
             many = f", in all their {evidence.passes * evidence.micros} backward passes,"
         text = f"One process with all samples of the first step{many} computes the same gradient"
+        conditions = self._unknown_mean()
+        if self.mean is not None:
+            text = self.mean
+            conditions.append("that mean is meant")
         if p1.condition:
-            text += f", if it had the same samples, which is not shown: {p1.condition}"
-        return p1, text if p1.condition else f"{text}."
+            conditions.append(f"it had the same samples, which is not shown: {p1.condition}")
+        if self.of_a_pass:
+            conditions.append(EACH_PASS.format(self.of_a_pass.why))
+        return replace(p1, condition=" ".join(conditions)), f"{text}{_if(conditions)}."
+
+    def _unknown_mean(self) -> list[str]:
+        """The condition that the loss is a mean, unless that was measured."""
+        return [] if self.evidence.of_rank_0(self.evidence.one, TWICE) else [A_MEAN]
 
     # What verdicts and notes say.
 
@@ -626,8 +640,6 @@ class Judgment:
         evidence, first = self.evidence, self.evidence.first
         p1, p3 = self.table.get("P1"), self.table.get("P3")
         notes = [OFF]
-        if p1 and p1.verdict in ("equal", "scaled") and not evidence.of_rank_0(evidence.one, TWICE):
-            notes.append(NOT_TWICE)
         if first.filled:
             notes.append(FILLED)
         if silent := self._silent():
@@ -644,7 +656,7 @@ class Judgment:
             notes.append(f"P3 is {_times(p3)}: the loss grows with the number of samples.")
         if self.failed_ranks:
             notes.append(f"The ranks failed: {self.failed_ranks}. What followed is not compared.")
-        if evidence.micros > 1 and evidence.passes == 1:
+        if evidence.micros > 1 and evidence.passes == 1 and self.mean is None:
             notes.append(K_NOT_MEASURED)
         if not any(step.cleared for step in evidence.ranks.values()):
             notes.append(NEVER_CLEARED)
@@ -683,10 +695,8 @@ VERDICTS: tuple[Callable[[Judgment], Decision | None], ...] = (
 )
 
 
-def _leads_to(chosen: Property) -> LeadsTo:
-    if chosen.verdict == "equal":
-        return "conditional" if chosen.condition else "equal"
-    return "found" if chosen.judged else "not judged"
+def _if(conditions: list[str]) -> str:
+    return "".join(f", if {one.rstrip('.')}" for one in conditions)
 
 
 def _fraction(ratio: float) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_doctor.certificate.measure import Comparison, compare, judged, unusable
+from ddp_doctor.certificate.measure import Comparison, compare, unusable
 from ddp_doctor.inputs import Rows, other_rows
 
 SHOWN = 3  # rows, and parameters
@@ -54,8 +54,7 @@ class Found:
         unequal = [s.gradient for s in self.steps if s.gradient and s.gradient.kind != "equal"]
         if unequal:
             out += ["", "  worst parameters:"]
-            worst = sorted(unequal[0].rows, key=lambda row: -row.gap / (row.wanted or 1.0))
-            out += [f"    {row.name}  {_numbers(judged([row]))}" for row in worst[:SHOWN]]
+            out += [f"    {worst}" for worst in unequal[0].by_worst[:SHOWN]]
         return "\n".join(out)
 
     def _hidden(self) -> str:

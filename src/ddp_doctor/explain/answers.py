@@ -31,12 +31,12 @@ def _of_a_ratio(
     certificate: Certificate, hint: Finding, predicts: Prediction, ratio: float
 ) -> Finding:
     """All samples measure a factor, or, if their direction differs, copies of one batch."""
-    measured = certificate.measured
-    if measured is not None and measured.loss_is_a == "sum":
-        if not predicts.undivided or measured.p1 is None:
+    if certificate.loss_is_a == "sum":
+        p1 = next((one for one in certificate.properties if one.name == "P1"), None)
+        if not predicts.undivided or p1 is None or p1.ratio is None:
             return _undecided(hint, "the loss is a sum, and what divides it decides")
-        shown = f"P1 has the ratio {measured.p1.ratio:.4f}, and nothing divides the loss"
-        same = near(measured.p1.ratio, ratio, TOLERANCE)
+        shown = f"P1 has the ratio {p1.ratio:.4f}, and nothing divides the loss"
+        same = near(p1.ratio, ratio, TOLERANCE)
         return (_measured if same else _contradicted)(hint, predicts, shown)
     found = [one for name in ("P1", "P3") if (one := _judged(certificate, name))]
     scale = next((one for one in found if one.verdict in ("equal", "scaled")), None)
@@ -49,8 +49,7 @@ def _of_a_ratio(
 
 def _of_shares(certificate: Certificate, hint: Finding, predicts: Prediction) -> Finding:
     """One process weighs the ranks' samples by their counts, where their average does not."""
-    p1 = _judged(certificate, "P1")
-    shares = certificate.measured.shares if certificate.measured is not None else None
+    p1, shares = _judged(certificate, "P1"), certificate.shares
     if p1 is None or (shares is None and p1.verdict == "different"):
         return _undecided(hint, "the ranks' shares of the gradient were not measured")
     if shares is None:

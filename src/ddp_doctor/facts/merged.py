@@ -363,7 +363,7 @@ class Run:
             found.append(f"rank {', '.join(map(str, self.missing))} has no journal in this folder")
         for rank in self.ranks:
             if rank.error is not None:
-                text = (rank.error["text"].splitlines() or ["no message"])[0]
+                text = (rank.error["text"].splitlines() or ["no message"])[0].rstrip(". ")
                 at = f" at {rank.error['place']}" if rank.error["place"] else ""
                 found.append(f"rank {rank.rank} ended with {rank.error['type']}: {text}{at}")
             elif rank.facts["failed"]:

@@ -45,8 +45,7 @@ class Certificate:
                 out += [f"{'':11}{title}"]
         worst = p1.worst if p1 and p1.kind != "equal" else None
         if worst:
-            numbers = f"ratio {worst.ratio:.4f}, cosine {worst.cosine:.4f}"
-            out += ["", f"  worst parameter: {worst.name}, {numbers}"]
+            out += ["", f"  worst parameter: {worst}"]
         return "\n".join(out)
 
 

@@ -9,6 +9,7 @@ import atexit
 import functools
 import multiprocessing.util
 import os
+import re
 import sys
 import threading
 import time
@@ -242,4 +243,5 @@ def _described(error: BaseException) -> ErrorFact:
             shown = os.path.relpath(name)
             where = f"{name if shown.startswith('..') else shown}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return {"type": type(error).__name__, "text": str(error)[:2000], "place": where}
+    text = re.sub(r"\x1b\[[\d;]*m", "", str(error))  # what a terminal shows in bold
+    return {"type": type(error).__name__, "text": text[:2000], "place": where}

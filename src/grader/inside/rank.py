@@ -30,7 +30,7 @@ from labkit.testing.watch import LaunchedCollective, RecordedCollectives
 
 _OWN_CPU_TIME = 6  # seconds of processor time that a rank may use
 _PREFIX = "<ipykernel "  # of the names of the cells' files: the engine shows lines of such files
-_LONGEST = 300  # characters of a message
+LONGEST = 300  # characters of a message
 
 
 def file_of(cell: str) -> str:
@@ -99,28 +99,25 @@ def _execute(source: str, file: str, namespace: dict[str, Any]) -> None:
 
 def _described(error: BaseException, rank: int) -> dict[str, Any]:
     """What `error` is, and the innermost line of a student's cell that it passed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = [frame for frame in frames if frame.filename.startswith(_PREFIX)]
-    cell, line = "", 0
-    if where:
-        cell, line = where[-1].filename.removeprefix(_PREFIX).removesuffix(">"), where[-1].lineno
-    elif isinstance(error, SyntaxError) and (error.filename or "").startswith(_PREFIX):
-        cell = error.filename.removeprefix(_PREFIX).removesuffix(">")
-        line = error.lineno or 0
+    where = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        where.insert(0, (error.filename or "", error.lineno))
+    own = [(file, line) for file, line in where if file.startswith(_PREFIX)]
+    file, line = own[-1] if own else ("", 0)
     try:
         message = str(error)
     except Exception:
         message = ""
-    message = message.encode("utf-8", "replace").decode()[:_LONGEST]
+    message = message.encode("utf-8", "replace").decode()[:LONGEST]
     name = type(error).__name__
     if isinstance(error, TypeError) and "Expected parameter" in message and "NoneType" in message:
         message = f"rank {rank} passed None to a collective: is some .grad None there?"
     return {
         "how": "raised",
         "rank": rank,
-        "type": name[:_LONGEST],
+        "type": name[:LONGEST],
         "message": message,
-        "cell": cell,
+        "cell": file.removeprefix(_PREFIX).removesuffix(">"),
         "line": line or 0,
     }
 
@@ -128,12 +125,11 @@ def _described(error: BaseException, rank: int) -> dict[str, Any]:
 def _take_away_ddp() -> None:
     """Leave no DistributedDataParallel where a solution would look for one."""
 
-    class DistributedDataParallel:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            raise RuntimeError("torch's DistributedDataParallel is not part of this task")
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("torch's DistributedDataParallel is not part of this task")
 
     for module in (torch.nn.parallel, torch.nn.parallel.distributed):
-        module.DistributedDataParallel = DistributedDataParallel
+        module.DistributedDataParallel = refuse
     for module in (dist, torch._C._distributed_c10d):
         vars(module).pop("Reducer", None)
 
@@ -145,18 +141,6 @@ class Launch(NamedTuple):
     sizes: tuple[int, ...]  # elements of each tensor that this rank sends
     nbytes: int  # of these
     progress: int  # gates that backward had passed
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor, passes: Any) -> torch.Tensor:
-        context.passes = passes
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        context.passes()
-        return gradient, None
 
 
 class RecordedLaunches(RecordedCollectives):
@@ -174,12 +158,15 @@ class RecordedLaunches(RecordedCollectives):
     def gate(self, x: torch.Tensor, passed: Any = None) -> torch.Tensor:
         """`x`. When backward comes here, `progress` grows by one and `passed()` is called."""
 
-        def passes() -> None:
+        def passes(_: torch.Tensor) -> None:
             self.progress += 1
             if passed is not None:
                 passed()
 
-        return _Gate.apply(x, passes)
+        x = x.view_as(x)
+        if x.requires_grad:
+            x.register_hook(passes)
+        return x
 
     def all_reduced(self) -> list[int]:
         """The elements of each tensor that was all-reduced."""

@@ -9,9 +9,8 @@
 
 Every check therefore runs in processes that have imported everything and have executed nothing of
 the student's. What a solution changes in its process (functions of torch, defaults, hooks, threads,
-the environment) ends with the check, by construction. One group of ranks for all checks of a
-solution would save the forks and the rendezvous, half of the processor time of a small check; but
-each such change would have to be found and undone, and a missed one earns or costs points.
+the environment) ends with the check, by construction: a change that were missed would earn or cost
+points. The forks and the rendezvous are half of the processor time of a small check.
 """
 
 import contextlib
@@ -26,6 +25,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from grader.inside import walls
@@ -40,16 +40,12 @@ with gc_paused():
 
     import numpy.random  # noqa: F401
 
-    from grader.inside.rank import RankFailedError, draw, file_of, run
+    from grader.inside.rank import LONGEST, RankFailedError, draw, file_of, run
     from labkit.launch import ranks
     from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
 
-_LONGEST = 300  # characters of a message
 _STUCK = 4.0  # seconds after which ranks that wait for each other are ended
 _JOINING = 5  # seconds for the ranks' start, beyond a request's own limit
-_DRAWING = 60
-_LATE = "it took too long: the process that watches its ranks gave no answer"
-_GONE = "its processes were ended from within"
 # A part of torch that takes a second to import. It is imported only where a solution uses what
 # imports it, but then once for all ranks: with it, each fork costs a quarter more.
 _SLOW_PART = "torch._dynamo"
@@ -71,7 +67,8 @@ def main(arguments: list[str]) -> NoReturn:
         message, descriptors, _, _ = socket.recv_fds(connections, 1, 1)
         if not message:
             os._exit(0)
-        _load_slow_part(message[0])
+        if message[0]:
+            importlib.import_module(_SLOW_PART)
         with socket.socket(fileno=descriptors[0]) as link, contextlib.suppress(OSError):
             if os.fork() == 0:
                 connections.close()
@@ -99,18 +96,14 @@ def _serve(link: socket.socket, walled: bool, server: int) -> None:
     _send(link, pack({"ready": outside}))
     while data := _receive(link):
         request = unpack(data)
-        _load_slow_part(request.get("slow"))
+        if request["slow"]:
+            importlib.import_module(_SLOW_PART)
         _send(link, pack({"begun": True}))
         answer = _answer_of_a_fork(request, link)
         kill_descendants()
         if walled:
             walls.empty_temporary()
         _send(link, answer)
-
-
-def _load_slow_part(needed: Any) -> None:
-    if needed:
-        importlib.import_module(_SLOW_PART)
 
 
 def _receive(link: socket.socket) -> bytes:
@@ -141,17 +134,18 @@ def _answer_of_a_fork(request: dict[str, Any], link: socket.socket) -> bytes:
                 finally:
                     os._exit(0)
         signal.signal(signal.SIGALRM, _too_late)
-        signal.alarm(math.ceil(request.get("seconds", _DRAWING)) + _JOINING)
+        signal.alarm(math.ceil(request["seconds"]) + _JOINING)
         try:
             if link in wait([link, ours]):  # no request comes before the answer
                 kill_descendants()
                 os._exit(0)
             answer = _receive(ours)
         except TimeoutError:
-            return pack({"stopped": {"how": "too long", "states": _LATE, "failed": {}}})
+            late = "it took too long: the process that watches its ranks gave no answer"
+            return pack(_stopped("too long", late))
         finally:
             signal.alarm(0)
-        return answer or pack({"stopped": {"how": "ended", "states": _GONE, "failed": {}}})
+        return answer or pack(_stopped("ended", "its processes were ended from within"))
 
 
 def _too_late(*_: object) -> NoReturn:
@@ -169,20 +163,12 @@ def _answer(request: dict[str, Any], link: socket.socket) -> None:
 @contextlib.contextmanager
 def _supervised_here(
     link: socket.socket, supervise: Callable[..., None], *args: Any
-) -> Iterator["_Caller"]:
+) -> Iterator[SimpleNamespace]:
     """The engine's `forked`, without a fork: this process is one already."""
-    caller = _Caller(link)
+    outcomes: list[Any] = []
+    caller = SimpleNamespace(fileno=link.fileno, send=outcomes.append, recv=outcomes.pop)
     supervise(caller, *args)
     yield caller
-
-
-class _Caller:
-    """What the engine's supervisor sees of its caller: it never sends, and gets the outcome."""
-
-    def __init__(self, link: socket.socket) -> None:
-        self.fileno = link.fileno
-        self.outcomes: list[Any] = []
-        self.send, self.recv = self.outcomes.append, self.outcomes.pop
 
 
 def _answered(request: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +176,7 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
         try:
             return {"drawn": draw(request["draws"])}
         except Exception as error:
-            return {"failed": f"{type(error).__name__}: {error}"[:_LONGEST]}
+            return {"failed": f"{type(error).__name__}: {error}"[:LONGEST]}
     for name, source in request["cells"]:
         lines = source.splitlines(keepends=True)
         linecache.cache[file_of(name)] = (len(source), None, lines, file_of(name))
@@ -202,12 +188,14 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
     except RankFailedError as stopped:
         return {"stopped": stopped.about}
     except RanksTimeoutError as error:
-        states = "; ".join(error.states)[: 3 * _LONGEST]
-        states = states.replace("<cell> ", "")
-        return {"stopped": {"how": "timeout", "states": states, "failed": {}}}
+        states = "; ".join(error.states)[: 3 * LONGEST]
+        return _stopped("timeout", states.replace("<cell> ", ""))
     except (RanksError, ValuesError) as error:
-        states = str(error).splitlines()[0][:_LONGEST]
-        return {"stopped": {"how": "ended", "states": states, "failed": {}}}
+        return _stopped("ended", str(error).splitlines()[0][:LONGEST])
+
+
+def _stopped(how: str, states: str) -> dict[str, Any]:
+    return {"stopped": {"how": how, "states": states, "failed": {}}}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,6 @@ __getattr__, __all__ = offer(
     __name__,
     {
         "labkit.tables": ["bound", "table", "bitwise_difference"],
-        "cells": ["checker", "source"],
+        "cells": ["checker", "source", "untouched"],
     },
 )

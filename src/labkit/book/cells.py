@@ -12,10 +12,11 @@ check_average(my_average)  # prints "Right." or "Not yet: …"
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
+import torch
 from IPython.display import Markdown
 
 from labkit.launch.ranks import RanksTimeoutError, ends_when_stuck
@@ -44,6 +45,53 @@ def checker(check: Callable[..., Any]) -> Callable[..., None]:
             print("Right.")
 
     return run
+
+
+def untouched(answer: Callable[..., Any], but: str = "") -> Callable[..., Any]:
+    """`answer`, but it raises AssertionError if it changes what it is given, by a single bit.
+
+    Compared are tensors, also in lists, tuples, and dictionaries; and of a module its parameters
+    (values, gradients, `requires_grad`, and which objects they are) and buffers. `but` is what it
+    may change: "gradients", "weights" (and buffers), or "tensors" outside of modules.
+    """
+
+    @wraps(answer)
+    def call(*args: Any, **options: Any) -> Any:
+        before = dict(_parts("arguments", args))
+        found = answer(*args, **options)
+        for name, now in _parts("arguments", args):
+            kind = name.rpartition(" of ")[0] or "tensors"
+            assert kind in but or _is_same(before.get(name), now), f"it changes the {name}"
+        return found
+
+    return call
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What may be changed in `value`, by name; copies of tensors."""
+    if isinstance(value, torch.Tensor):
+        yield name, value.detach().clone()
+    elif isinstance(value, torch.nn.Module):
+        for each, parameter in value.named_parameters():
+            gradient = None if parameter.grad is None else parameter.grad.clone()
+            yield f"gradients of {each}", gradient
+            yield f"weights of {each}", parameter.detach().clone()
+            yield f"requires_grad of {each}", parameter.requires_grad
+            yield f"parameter object of {each}", id(parameter)
+        for each, buffer in value.named_buffers():
+            yield f"weights of {each}", buffer.clone()
+    elif isinstance(value, list | tuple | dict):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in pairs:
+            yield from _parts(f"{name}[{key!r}]", each)
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    if not isinstance(before, torch.Tensor) or not isinstance(now, torch.Tensor):
+        return type(before) is type(now) and before == now
+    if before.shape != now.shape or before.dtype != now.dtype:
+        return False
+    return bool(((before == now) | ((before != before) & (now != now))).all())
 
 
 def source(*things: Any, docstrings: bool = True) -> Markdown:

@@ -24,6 +24,7 @@ from pygments.lexers import PythonLexer
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
+from labkit.book import styles
 from labkit.book.result_tables import show_tables
 from labkit.book.site import pages_of
 
@@ -42,14 +43,15 @@ FONT = re.compile(r'url\(\.\./webfonts/([\w-]+)\.woff2\) format\("woff2"\),url\(
 
 
 def finish(app: Sphinx, exception: Exception | None) -> None:
-    """Rewrite every built page, and Font Awesome's style sheet."""
+    """Rewrite every built page, and the style sheets."""
     if exception or app.builder.format != "html":
         return
     site = Path(app.outdir)
     gc.freeze()  # no collection walks through all that Sphinx has loaded
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
-        icons = pool.map(_finish_page, pages_of(site))
-        _keep_used_icons(site, set().union(*icons))
+        names = set().union(*pool.map(_finish_page, pages_of(site)))
+    _keep_used_icons(site, names)
+    styles.cut(site, names)
     options = site / "_static" / "documentation_options.js"
     # A summary of each result is fetched from its page, which a browser refuses for files.
     offline = "SHOW_SEARCH_SUMMARY: location.protocol !== 'file:'"
@@ -57,10 +59,10 @@ def finish(app: Sphinx, exception: Exception | None) -> None:
 
 
 def _finish_page(path: Path) -> set[str]:
-    """Rewrite one page; the names of Font Awesome's icons that it has."""
+    """Rewrite one page; the names in it that style sheets may have."""
     text = finished_page(path.read_text(encoding="utf-8"))
     path.write_text(text, encoding="utf-8")
-    return set(re.findall(r"\bfa-[\w-]+", text))
+    return styles.names_in(text)
 
 
 def finished_page(text: str) -> str:
@@ -69,11 +71,13 @@ def finished_page(text: str) -> str:
     if page.head and page.article:
         _describe(page, page.head, page.article)
     _load_less(page)
+    styles.load_later(page)
     _name_things(page)
     _open_figures(page)
     show_tables(page)
     _show_scripts(page)
     _wrap_sentences(page)
+    _break_names(page)
     return str(page)
 
 
@@ -109,6 +113,8 @@ def _summary(article: Tag) -> str:
 
 
 def _load_less(page: BeautifulSoup) -> None:
+    if page.html:  # a script sets it; without one, the theme has colors for no value only
+        del page.html["data-theme"]
     has_formula = page.find(class_="math") is not None
     for tag in page.select("script, link[rel=preload]"):
         source = f"{tag.get('src', '')} {tag.string or ''}"
@@ -161,6 +167,16 @@ def _open_figures(page: BeautifulSoup) -> None:
             link["style"] = f"--figure-width: {width}px"
 
 
+def _break_names(page: BeautifulSoup) -> None:
+    """A long name in a table may break where a reader would break it."""
+    for name in page.select("td code.literal .pre"):
+        parts = re.split(r"(?<=[_.(/,=-])(?=[\w\"'*])|(?<=[a-z])(?=[A-Z])", name.get_text())
+        if len(parts) > 1 and not name.find(True):
+            name.clear()
+            for part in parts:
+                name.extend([part, page.new_tag("wbr")])
+
+
 def _show_scripts(page: BeautifulSoup) -> None:
     """A cell that only holds a script, as a string, shows the script in colors, with its file."""
     for block in page.select("div.cell_input div.highlight pre"):
@@ -179,13 +195,15 @@ def _show_scripts(page: BeautifulSoup) -> None:
         caption = page.new_tag("p", attrs={"class": "script-file"})
         caption.append(link)
         if cell := block.find_parent(class_="cell_input"):
-            cell.append(caption)
+            cell.insert_after(caption)
 
 
 def _wrap_sentences(page: BeautifulSoup) -> None:
     """Long lines of an output are broken, unless it has columns, which a break would tear apart."""
     for block in page.select("div.cell_output pre"):
         text = block.get_text()
+        if block.find_parent(class_="highlight-python"):
+            continue  # code
         if any(len(line) > 88 for line in text.splitlines()) and not COLUMNS.search(text):
             block["class"] = [*block.get("class", []), "sentences"]
 
@@ -238,5 +256,5 @@ def count_on_each_page(app: Sphinx, env: BuildEnvironment) -> list[str]:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the numbering, and the last step of a build, with Sphinx."""
     app.connect("env-get-updated", count_on_each_page, priority=900)  # after Sphinx has counted
-    app.connect("build-finished", finish)
+    app.connect("build-finished", finish, priority=900)  # after the theme has written its sheets
     return {"parallel_read_safe": True, "parallel_write_safe": True}

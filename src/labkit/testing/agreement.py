@@ -86,8 +86,9 @@ def assert_gradients_equal(module: nn.Module, true: Gradients, tolerance: float 
     """On every rank the gradients of `module` are the `true` ones (by name; None counts as zeros).
 
     Equal means: the error of each parameter's gradient has a norm of at most `tolerance` times the
-    norm of the whole true gradient. 1e-9 suits float64; use 1e-5 for float32. Each trainable
-    parameter needs an entry in `true`, and each gradient in `true` needs a trainable parameter.
+    norm of the whole true gradient. 1e-9 suits float64; use 1e-5 for float32. An element that is
+    NaN or infinite in one has to be so in both. Each trainable parameter needs an entry in `true`,
+    and each gradient in `true` needs a trainable parameter.
     """
     if error := _names_error(module, true):
         raise_on_every_rank(error)
@@ -98,9 +99,9 @@ def assert_gradients_equal(module: nn.Module, true: Gradients, tolerance: float 
             grad, right = parameter.grad, true[name]
             found[name] = zeros if grad is None else _dense(grad)
             wanted[name] = zeros if right is None else _dense(right).to(zeros.device)
-    missed = {name: float((found[name] - wanted[name]).norm()) for name in found}
+    missed = {name: float(_error(found[name], wanted[name]).norm()) for name in found}
     worst = max(missed, key=lambda name: math.inf if math.isnan(missed[name]) else missed[name])
-    allowed = tolerance * float(flatten(wanted.values()).norm())
+    allowed = tolerance * float(flatten(wanted.values()).nan_to_num(0, 0, 0).norm())
     error = None
     if not missed[worst] <= allowed:  # neither is a NaN
         comparison = None
@@ -181,6 +182,11 @@ def _names_error(module: nn.Module, true: Gradients) -> InvariantError | None:
         "the implementation froze or replaced a parameter, or `true` belongs to another module. "
         "Leave parameters that are frozen on purpose out of `true`.",
     )
+
+
+def _error(found: Tensor, right: Tensor) -> Tensor:
+    """Elementwise; 0 where both are NaN, or the same infinity."""
+    return torch.where((found == right) | (found.isnan() & right.isnan()), 0, found - right)
 
 
 def _difference(mine: Tensor, rank_0s: Tensor) -> tuple[str, str]:

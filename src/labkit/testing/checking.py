@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.testing.agreement import InvariantError
+from labkit.testing.late import WrittenInFlightError
 from labkit.testing.trial import Wrap
 from labkit.testing.watch import CollectiveMismatchError, SameCollectives
 
@@ -32,7 +33,7 @@ def invariant(check: Callable[[Wrap, Device, SameCollectives], None]) -> Invaria
 
     @wraps(check)
     def checked(wrap: Wrap, device: Device = "cpu", watched: SameCollectives | None = None) -> None:
-        own = SameCollectives() if watched is None else None
+        own = SameCollectives(late=True) if watched is None else None
         watched = watched or own
         watched.launched.clear()
         try:
@@ -42,13 +43,15 @@ def invariant(check: Callable[[Wrap, Device, SameCollectives], None]) -> Invaria
         except CollectiveMismatchError as mismatch:
             raise _differ(mismatch, name) from None
         except Exception as error:
+            cause = "the implementation does not support what is asked for here: see the exception."
+            if isinstance(error, WrittenInFlightError):
+                cause = (
+                    "a buffer is used again before its collective has ended. Over a slow "
+                    "connection, the other ranks get a part of what was written later."
+                )
+            found = f"it raised {type(error).__name__}: {error}"
             raise InvariantError(
-                name,
-                dist.get_rank(),
-                "the training step",
-                f"it raised {type(error).__name__}: {error}",
-                "a step",
-                "the implementation does not support what is asked for here: see the exception.",
+                name, dist.get_rank(), "the training step", found, "a step", cause
             ) from error
         finally:
             if own:

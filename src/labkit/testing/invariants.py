@@ -23,9 +23,9 @@ an initialized process group:
 all. `communication_overlaps_backward` is not in the list: without overlap, gradients are late but
 right.
 
-Run them on at least three ranks. The sum of two numbers is the same in both orders, so two ranks
-hide some mistakes. Data differ between ranks in every check, because equal data would hide the
-rest.
+Run them on two ranks and on three. The sum of two numbers is the same in both orders, so two ranks
+hide some mistakes, and a number of ranks that is written into the code is wrong on only one of the
+two. Data differ between ranks in every check, because equal data would hide the rest.
 
 If one rank is wrong, each check raises `InvariantError` on *every* rank, so it never leaves the
 others waiting. Collectives are compared before they are launched (`labkit.testing.watch`), so
@@ -75,7 +75,7 @@ def violations(
     `invariants`: try only these; each is decorated with `labkit.testing.checking.invariant`.
     """
     broken = {}
-    watched = SameCollectives()
+    watched = SameCollectives(late=True)
     for check in INVARIANTS if invariants is None else invariants:
         try:
             check(wrap, device, watched)
@@ -83,17 +83,22 @@ def violations(
             broken[check.__name__] = error
         if watched.stuck:  # a rank did not answer, and its connections are closed
             watched.close()
-            watched = SameCollectives()
+            watched = SameCollectives(late=True)
     watched.close()
     return broken
 
 
 @invariant
 def initial_state_is_broadcast(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """Ranks that build different modules train one model: rank 0's, including buffers."""
+    """Ranks that build different modules train one model: rank 0's, including buffers.
+
+    One parameter is frozen. It is broadcast, too, and it stays frozen.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = SmallModule(seed=rank, device=device)
     first = SmallModule(seed=0, device=device)
+    for each in (module, first):
+        each.trunk.bias.requires_grad_(False)
     of_all = draw_batches(world_size, device=device)
     with watched:
         wrapped = wrap(module)
@@ -117,8 +122,17 @@ def replicas_stay_identical(wrap: Wrap, device: Device, watched: SameCollectives
 
 @invariant
 def gradients_equal_full_batch(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """In each of three steps, the gradient equals one process's gradient of the whole batch."""
+    """In each of three steps, the gradient equals one process's gradient of the whole batch.
+
+    So it does in a step with large gradients, and in one where a rank has a target that is NaN:
+    whoever looks for such a step, to skip it, has to find it on every rank.
+    """
     _train(wrap, device, watched, look_before=assert_gradients_equal)
+    of_all = draw_batches(dist.get_world_size(), device=device)
+    large = [[one._replace(targets=one.targets * 1e6) for one in each] for each in of_all]
+    *others, [last] = of_all
+    nan = [*others, [last._replace(targets=last.targets * torch.nan)]]
+    _one_step(wrap, device, watched, [large, nan])
 
 
 @invariant
@@ -139,8 +153,8 @@ def uneven_items_equal_full_batch(wrap: Wrap, device: Device, watched: SameColle
 
 @invariant
 def clipping_equals_full_batch(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """A gradient clipped to half its norm equals the full batch's gradient, clipped in the same
-    way.
+    """A gradient clipped to half its norm, or to twice, equals the full batch's gradient, clipped
+    in the same way. In the second case nothing is clipped.
     """
     of_all = draw_batches(dist.get_world_size(), device=device)
     oracle = SmallModule(device=device)
@@ -148,7 +162,9 @@ def clipping_equals_full_batch(wrap: Wrap, device: Device, watched: SameCollecti
     norm = torch.stack([p.grad.norm() for p in oracle.parameters()]).norm()
     # torch divides by the norm + 1e-6, so that a gradient of another length, clipped rightly, comes
     # out a little longer or shorter.
-    _one_step(wrap, device, watched, [of_all], max_norm=float(norm) / 2, tolerance=1e-5)
+    for factor in (0.5, 2):
+        max_norm = factor * float(norm)
+        _one_step(wrap, device, watched, [of_all], max_norm=max_norm, tolerance=1e-5)
 
 
 @invariant
@@ -344,6 +360,8 @@ def _interrupted_run(wrap: Wrap, device: Device, watched: SameCollectives, fails
             with suppress(InterruptedPassError):
                 backward_passes(wrapped, module, data[1], rank)
             module.fails_in = None
+            while watched.launched_late:  # all of it has been sent before the next step
+                watched.launched_late[0].wait()
         module.zero_grad()
         try:
             step(wrapped, module, data[2], rank)

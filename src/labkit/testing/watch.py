@@ -11,7 +11,7 @@ there, too. Point-to-point messages (send, recv) are not collectives and are ign
 """
 
 import math
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from labkit.testing.late import late_collectives
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _NOT_COLLECTIVE = ("send", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
@@ -29,6 +31,7 @@ _SAME_SHAPE_ON_ALL_RANKS = {
     *("broadcast_", "broadcast", "reduce_"),
 }
 _MESSAGE_BYTES = 512
+_all_gather = dist.all_gather  # not the one that `late_collectives` puts in its place
 
 
 class CollectiveMismatchError(AssertionError):
@@ -101,11 +104,15 @@ class SameCollectives(RecordedCollectives):
 
     Collectives of smaller groups must also be the same on all ranks. A rank that reaches neither a
     collective nor the end within `timeout` seconds is reported. `close`, on every rank, releases
-    the gloo group.
+    the gloo group. With `late`, asynchronous collectives are carried out when they are waited for
+    (`labkit.testing.late`); `launched_late` holds those that are not yet.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 20.0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, timeout: float = 20.0, late: bool = False
+    ) -> None:
         super().__init__()
+        self._late = late_collectives if late else nullcontext
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.side = dist.new_group(ranks, timedelta(seconds=timeout), backend="gloo")
         self.timeout = timeout
@@ -118,11 +125,14 @@ class SameCollectives(RecordedCollectives):
 
     def __enter__(self) -> Self:
         self.mismatch = None
+        self._delaying = self._late()
+        self.launched_late = self._delaying.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
+        self._delaying.__exit__(None, None, None)
         if self.mismatch is not None:  # told to all; not to be swallowed by what is watched
             if kind is None:
                 raise self.mismatch
@@ -148,7 +158,7 @@ class SameCollectives(RecordedCollectives):
         message = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         said = [torch.empty_like(message) for _ in range(self.side.size())]
         try:
-            dist.all_gather(said, message, group=self.side)
+            _all_gather(said, message, group=self.side)
         except RuntimeError:
             self.stuck = True
             went = ["?"] * self.side.size()

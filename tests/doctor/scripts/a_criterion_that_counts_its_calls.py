@@ -1,4 +1,4 @@
-# equal
+# equal if: the loss is a mean
 class Sketch(nn.Module):
     def __init__(self):
         super().__init__()

@@ -20,6 +20,9 @@ from labkit.testing.invariants import (
     gradients_equal_full_batch,
     violations,
 )
+from labkit.testing.late import WrittenInFlightError, late_collectives
+from labkit.testing.museum.after_backward import BufferUsedInFlight
+from labkit.testing.museum.parts import AveragingTrainer
 from labkit.testing.overlap import communication_overlaps_backward
 
 EVERY_CHECK = (*INVARIANTS, communication_overlaps_backward)
@@ -198,3 +201,98 @@ def test_an_implementation_that_swallows_a_mismatch_is_rejected_and_nothing_hang
     found = run_ranks(lambda: sorted(violations(SwallowsWhatIsRaised)), 3, timeout=300)
     assert "collectives_match" in found[0]
     assert found == [found[0]] * 3
+
+
+class ClipsTheAverage(AveragingTrainer):
+    """Right; what follows has one bug each, which no exhibit has."""
+
+    def finish_and_clip(self, max_norm):
+        self.finish()
+        nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+
+class AlwaysRescales(AveragingTrainer):
+    def finish_and_clip(self, max_norm):
+        self.finish()
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient *= max_norm / (norm + 1e-6)
+
+
+class ChangesEach(ClipsTheAverage):
+    def finish(self):
+        super().finish()
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                self.change(parameter.grad)
+
+
+class HidesNaN(ChangesEach):
+    def change(self, gradient):
+        gradient.nan_to_num_()
+
+
+class Clamps(ChangesEach):
+    def change(self, gradient):
+        gradient.clamp_(-10, 10)
+
+
+class DividesByThree(ChangesEach):
+    def change(self, gradient):
+        gradient *= dist.get_world_size() / 3
+
+
+class Unfreezes(ClipsTheAverage):
+    def __init__(self, module):
+        super().__init__(module.requires_grad_(True))
+
+
+def test_what_the_invariants_were_blind_to_is_found():
+    wrong = {
+        AlwaysRescales: "clipping_equals_full_batch",
+        HidesNaN: "gradients_equal_full_batch",
+        Clamps: "gradients_equal_full_batch",
+        DividesByThree: "gradients_equal_full_batch",
+        Unfreezes: "initial_state_is_broadcast",
+        BufferUsedInFlight: "gradients_equal_full_batch",
+    }
+
+    def work():
+        found = {wrap: violations(wrap) for wrap in wrong}
+        return list(violations(ClipsTheAverage)), found
+
+    on_two, on_three = (run_ranks(work, ranks, timeout=300, device="cpu") for ranks in (2, 3))
+    for right, found in (*on_two, *on_three):
+        assert right == []
+        for wrap, invariant in wrong.items():
+            if wrap is not DividesByThree:
+                assert invariant in found[wrap], wrap
+    for (_, on_2), (_, on_3) in zip(on_two, on_three, strict=False):
+        assert "gradients_equal_full_batch" in on_2[DividesByThree]
+        assert on_3[DividesByThree] == {}
+
+
+def test_a_tensor_that_is_changed_or_freed_before_its_collective_has_ended_is_an_error():
+    def written(tensor):
+        tensor += 1
+
+    def freed(tensor):
+        tensor.untyped_storage().resize_(0)
+
+    def work(rank):
+        with late_collectives():
+            for misuse in (written, freed):
+                tensor = torch.full((3,), float(rank))
+                work = dist.all_reduce(tensor, async_op=True)
+                misuse(tensor)
+                with pytest.raises(WrittenInFlightError, match="changed or freed"):
+                    work.wait()
+            first, second = torch.ones(2), torch.full((2,), float("nan"))
+            works = [dist.all_reduce(each, async_op=True) for each in (first, second)]
+            assert first.tolist() == [1, 1]
+            works[1].wait()  # carries out both
+            works[0].wait()
+            assert first.tolist() == [2, 2]
+
+    run_ranks(work, 2, device="cpu")

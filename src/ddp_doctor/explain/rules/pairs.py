@@ -27,6 +27,9 @@ def contrastive(run: Run, steps: list[Step]) -> Iterator[Finding]:
     for step in steps if run.world > 1 else ():
         for fact in step.window.facts:
             term = _contrasting(fact)
+            if found := _unknown_loss(step.window.n, fact):
+                yield found
+                return
             square = term.get("square") if term is not None else None
             if term is None or not square or not (square[2] or always):
                 continue
@@ -75,6 +78,24 @@ def _gathered(
             predicts=NOT_EQUAL,
         )
     return None
+
+
+def _unknown_loss(n: int, fact: WindowFact) -> Finding | None:
+    """A plain gather of activations, where no known function is the loss: it may be for a log."""
+    terms = [term for backward in fact["backwards"] for term in backward.get("terms", ())]
+    gathers = gathers_of(fact)
+    cut = [call for call in gathers if call.get("what") == "activation" and call.get("grad")]
+    known = any(term["loss"] for term in terms) or any(c["through_autograd"] for c in gathers)
+    if known or not cut:
+        return None
+    return finding(
+        "gather_without_gradient",
+        f"Step {n}: {cut[0]['op']} gathers outputs and carries no gradient. If the loss uses them, "
+        f"every path through the other ranks' features is missing.",
+        cut[0]["place"],
+        GATHER,
+        "note",
+    )
 
 
 def _contrasting(fact: WindowFact) -> TermFact | None:

@@ -273,7 +273,7 @@ def scheduler_steps_per_rank(run: Run, steps: list[Step]) -> Iterator[Finding]:
         )
         over = total is not None and count > total
         if over or ended > 0.25 * count:
-            how = f"its schedule has {total}" if over else f"its rate was 0 in {ended} of them"
+            how = f"its schedule has {total}" if over else f"its rate was 0 {ended} times"
             yield finding(
                 "scheduler_steps_per_rank",
                 f"The scheduler stepped {count} times in {taken} optimizer steps of {run.world} "

@@ -134,6 +134,40 @@ class LastBucketForgotten(Trainer):
         copy_back(flat, bucket)
 
 
+class BufferUsedInFlight(Trainer):
+    """Packs buckets into two buffers in turns, while the one before may still be on its way.
+
+    Claims: overlaps packing and sending, with memory for two buckets instead of all of them.
+
+    The bug: the third bucket is packed into the first buffer as soon as that has been unpacked, and
+    it is unpacked without waiting for its all-reduce.
+
+    Symptom: none as long as a bucket is sent before the next but one is packed, as on one machine
+    or with small buckets. On a slower connection, a rank now and then unpacks its own gradients, or
+    sends numbers of two buckets. A rerun is right, and so is a run with prints.
+
+    Seen in: double buffers of sharded training; a micro-batch that is accumulated into a buffer
+    that the one before has sent; buffers that are freed, or reused by an allocator, on another
+    stream than the one that sends.
+    """
+
+    def finish(self) -> None:
+        gradients = [parameter.grad for parameter in used_somewhere(self.module)]
+        buckets = [gradients[i : i + 2] for i in range(0, len(gradients), 2)]
+        sizes = [sum(gradient.numel() for gradient in bucket) for bucket in buckets]
+        buffers = [gradients[0].new_empty(max(sizes)) for _ in range(2)]
+        works = []
+        for number, (bucket, size) in enumerate(zip(buckets, sizes, strict=True)):
+            flat = buffers[number % 2][:size]
+            if number >= 2:
+                copy_back(buffers[number % 2][: sizes[number - 2]], buckets[number - 2])
+            flat.copy_(one_vector(bucket) / dist.get_world_size())
+            works.append(dist.all_reduce(flat, async_op=True))
+        for number in range(max(len(buckets) - 2, 0), len(buckets)):
+            works[number].wait()
+            copy_back(buffers[number % 2][: sizes[number]], buckets[number])
+
+
 class WholeVectorRing(Trainer):
     """Sends whole vectors around a ring, and lets each rank add them in order of arrival.
 
@@ -215,6 +249,7 @@ EXHIBITS = (
     Exhibit(NoneSkipped, "deadlock", "missing_counts_as_zeros"),
     Exhibit(ZerosForNone, "phantom update", "none_stays_none"),
     Exhibit(LastBucketForgotten, "direction", "gradients_are_identical"),
+    Exhibit(BufferUsedInFlight, "direction", "gradients_equal_full_batch"),
     Exhibit(WholeVectorRing, "drift", "gradients_are_identical", ranks_needed=3),
     Exhibit(ClipBeforeSync, "direction", "clipping_equals_full_batch"),
     Exhibit(NoInitialBroadcast, "drift", "initial_state_is_broadcast"),

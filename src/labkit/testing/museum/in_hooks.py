@@ -11,6 +11,7 @@ from labkit.testing.museum.parts import (
     average_gradients,
     copy_back,
     one_vector,
+    trainable,
     used_somewhere,
 )
 
@@ -36,7 +37,7 @@ class ParameterAveragingHook(Trainer):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        for parameter in module.parameters():
+        for parameter in trainable(module):
             parameter.register_post_accumulate_grad_hook(self.average)
 
     def average(self, grad: Tensor) -> None:
@@ -63,7 +64,7 @@ class LastMicroBatchOnly(OverlappingTrainer):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        for parameter in module.parameters():
+        for parameter in trainable(module):
             parameter.register_hook(self.average)
 
     def average(self, grad: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class LaunchWhenLocallyReady(OverlappingTrainer):
 
     def __init__(self, module: nn.Module, bucket_size: int = 2) -> None:
         super().__init__(module)
-        backwards = [p for p in reversed(list(module.parameters())) if p.requires_grad]
+        backwards = trainable(module)[::-1]
         self.buckets = [
             backwards[i : i + bucket_size] for i in range(0, len(backwards), bucket_size)
         ]
@@ -151,11 +152,11 @@ class StaleReadyCount(OverlappingTrainer):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.reset()
-        for parameter in module.parameters():
+        for parameter in trainable(module):
             parameter.register_post_accumulate_grad_hook(self.ready)
 
     def reset(self) -> None:
-        self.awaited = len(list(self.module.parameters()))
+        self.awaited = len(trainable(self.module))
         self.averaged = False
 
     def ready(self, parameter: nn.Parameter) -> None:
@@ -190,7 +191,7 @@ class WaitingHook(OverlappingTrainer):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.backwards = [p for p in reversed(list(module.parameters())) if p.requires_grad]
+        self.backwards = trainable(module)[::-1]
         self.reset()
         for parameter in self.backwards:
             parameter.register_post_accumulate_grad_hook(self.ready)

@@ -86,13 +86,18 @@ def broadcast_from_rank_0(module: nn.Module) -> None:
     copy_back(flat, tensors)
 
 
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are not frozen, in the module's order."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
 def used_somewhere(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that have a gradient on some rank, in the module's order.
 
     If only this rank has none, its `grad` becomes zeros. Costs one all-reduce of one flag per
     parameter.
     """
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    parameters = trainable(module)
     flags = [float(p.grad is not None) for p in parameters]
     used = torch.tensor(flags, device=parameters[0].device)
     dist.all_reduce(used)

@@ -22,7 +22,7 @@ from labkit.launch.arguments import parse_arguments
 from surveys.trainers.environments import repeat, report
 from surveys.trainers.families import PROPERTIES, properties
 from surveys.trainers.measure import measure
-from surveys.trainers.page import store_rows
+from surveys.trainers.page import NOT_IMPORTED, store_rows
 from surveys.trainers.promises import entries
 from surveys.trainers.trainers import TRAINERS
 
@@ -54,4 +54,9 @@ if __name__ == "__main__":
     judged = measure(arguments.trainers, arguments.properties)
     print(report(arguments.trainers, arguments.properties, judged))
     if arguments.store:
+        # A row that could not be imported stays as it is stored, and stops no other.
+        texts = ((name, cell.text) for (name, _), cell in judged.items())
+        ran = {name for name, text in texts if text in NOT_IMPORTED or text[-5:] != "Error"}
+        if failed := ", ".join({name for name, _ in judged} - ran):
+            sys.exit(f"Nothing is stored: {failed} ran in no cell. Its errors are listed above.")
         store_rows(judged)

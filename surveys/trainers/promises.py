@@ -70,7 +70,8 @@ def entries() -> dict[str, Entry]:
         found[name] = Entry(sources[source] if source else None, **row)
         for verdict in (found[name].unequal, *found[name].cells.values()):
             if verdict not in VERDICTS:
-                raise ValueError(f"{FILE.name}: {name} has the verdict {verdict!r}, which is none.")
+                known = ", ".join(VERDICTS)
+                raise ValueError(f"{FILE.name}: {name}: {verdict!r} is none of: {known}.")
     return found
 
 

@@ -136,7 +136,8 @@ PROGRAMS = {
             "loss": "the order of the samples, and the random numbers of each rank",
             "moved": "the order of the samples, and the random numbers of each rank",
             "weights": "what the checkpoint has of the model, the optimizer, the scheduler, the "
-            "sampler, and each rank's random numbers, and whether all of it is loaded",
+            "sampler, and each rank's random numbers, whether all of it is loaded, and what else "
+            "draws from those random numbers",
         },
         _resumed,
         1e-3,
@@ -155,7 +156,8 @@ PROGRAMS = {
     ),
     "log_mean": Program(
         {
-            "step_4": "what is added up since the last log line, over which ranks, and the divisor",
+            "step_4": "which steps a log line covers, what is added up, over which ranks, and the "
+            "divisor",
             "step_8": "what is left over from the previous log line",
             "step_12": "what is left over from the previous log line",
             "moved": "the gradient of a step: what a rank's summed loss is divided by, and what "

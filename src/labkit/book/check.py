@@ -85,7 +85,7 @@ def program_of(file: Path) -> tuple[str, int | None]:
     """The program that `file` is a version of, and the number in its name."""
     match = _NAME.fullmatch(file.stem)
     if not file.is_file():
-        raise CommandError(f"There is no file {file}. The programs are in labs/programs.")
+        raise CommandError(f"{file} is not a file. The programs are in labs/programs.")
     if not match or file.suffix != ".py":
         raise CommandError(
             f"{file.name} is not a version of a program: its name has to be one of "

@@ -156,7 +156,7 @@ def test_two_numbers_in_a_row_plant_different_bugs_and_reveal_tells_them(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["labs/programs/none.py"], "There is no file labs/programs/none.py"),
+        (["labs/programs/none.py"], "labs/programs/none.py is not a file"),
         (["pyproject.toml"], "is not a version of a program"),
         (["--reveal", "labs/programs/resume.py"], "resume.py has no number"),
         (["--plant", "7", "notebooks/resume_7.py"], "plant bugs in the one of labs/programs"),

@@ -2,12 +2,13 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from ddp_doctor.facts import journal
-from ddp_doctor.facts.journal import Journal, read
+from ddp_doctor.facts.journal import Journal, read, write_whole
 
 
 def test_what_was_written_is_read_back_in_order(tmp_path: Path) -> None:
@@ -77,3 +78,17 @@ def test_a_script_that_closes_all_descriptors_keeps_its_own_files_as_they_are(
     assert journal_of_child.facts["batch"] == [{"iterator": 1}]
     assert journal_of_child.status is not None
     assert journal_of_child.status.doing == "all_reduce"
+
+
+def test_a_file_that_does_not_fit_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    write_whole(report, "old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="large"):
+            write_whole(report, "longer than ten bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert report.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [report]

@@ -218,6 +218,23 @@ def status_of(path: Path) -> Status | None:
     return Status(since, steps, bool(ended), doing)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is whole or absent. A pipe or a device is written as it is.
+
+    Raises OSError, for example because the disk is full; what stood at `path` stays then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def alive(pid: int) -> bool:
     """Whether a process of this host is there and not a zombie."""
     try:

@@ -15,7 +15,7 @@ from ddp_doctor.explain.observed import DIVISION, Observed, observed
 from ddp_doctor.explain.rules import examine
 from ddp_doctor.explain.steps import steps_of
 from ddp_doctor.facts.certificate import Certificate
-from ddp_doctor.facts.journal import alive, read
+from ddp_doctor.facts.journal import alive, read, write_whole
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.options import Options, say, tell
 from ddp_doctor.report.junit import as_junit
@@ -236,8 +236,7 @@ def write_report(result: Report, options: Options, folder: Path, silent: bool = 
 def _write(path: Path, text: str) -> bool:
     """Whether it could be written; if not, one line says so."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         say(f"could not write {path} ({error}).")
         return False

@@ -6,6 +6,7 @@ this module, too, so the report and its rules are imported by functions.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ from ddp_doctor.facts.journal import (
     read_statuses,
     remove_old,
     world_size,
+    write_whole,
 )
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import Options, say
@@ -76,12 +78,8 @@ def main(arguments: list[str]) -> None:
     from ddp_doctor.report.report import report
 
     result = report(run, options, waited=waited)
-    temporary = run / (VERDICT + ".new")
-    try:
-        temporary.write_text(json.dumps(result.verdict()))
-        temporary.replace(run / VERDICT)
-    except OSError:
-        pass  # a full disk: `--fail-on` says that there is no report
+    with contextlib.suppress(OSError):  # a full disk: `--fail-on` says that there is no report
+        write_whole(run / VERDICT, json.dumps(result.verdict()))
 
 
 Seen = dict[str, tuple[Status | None, float]]  # by process: its status, and since when it is this

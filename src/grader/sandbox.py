@@ -14,6 +14,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -143,7 +144,9 @@ class Forks:
         """End the program, which has no work of its own; sandboxes end with it."""
         if self._process is not None:
             self._connections.close()
-            self._process.kill()
+            if self._process.poll() is None:
+                # bubblewrap's own child, too: without its parent, it would wait forever.
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._folder.cleanup()
 

@@ -1,5 +1,6 @@
 """Limits hold for every teacher: memory, threads, time, and what an answer may hold."""
 
+import contextlib
 import csv
 import io
 import os
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from grader_notebooks import first_assignment
 
@@ -166,6 +168,22 @@ def test_a_cgroup_holds_all_where_systemd_lends_one(systemd, tmp_path, monkeypat
     else:
         sandbox.FORKS[False].new(slow=False).close()
     assert said in sandbox.FORKS[False].in_force
+
+
+def test_a_program_that_is_ended_while_it_starts_leaves_no_process(monkeypatch):
+    monkeypatch.setenv("STARTED_BY", mark := f"test {os.getpid()}")
+    for _ in range(20):
+        forks = Forks(False)
+        forks.new(slow=False).close()
+        forks.end()
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("STARTED_BY") == mark:
+                left.append(process)
+    for process in left:
+        process.kill()
+    assert not left
 
 
 def test_bubblewraps_own_sentence_is_shown_before_anything_is_graded(monkeypatch, tmp_path):

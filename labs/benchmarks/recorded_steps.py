@@ -10,7 +10,7 @@ other programs only make a step longer.
 The JSON has the gradients of the step without communication in backward (bytes, and
 when each was ready on the slowest rank), and what rank 0 recorded of each way. All times are whole
 microseconds since the start of the step. `simulated ms` in the table is computed from the times at
-which that way's own gradients were ready, so its error is that of the network's part alone.
+which that way's own gradients were ready, so the error comes from the network alone.
 """
 
 # ruff: noqa: E402

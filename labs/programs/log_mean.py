@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 labs/programs/log_mean.py
 
-A rank has 1 to 8 samples in a step. The gradient is that of the mean over all samples of the step.
+A rank has 1 to 8 samples in a step. The ranks minimize the mean over all samples of the step.
 Every four steps the program logs the mean loss over all samples of these steps, on all ranks.
 
 The table has one row per rank: the three logged means, and how far the weights have moved from

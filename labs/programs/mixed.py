@@ -5,9 +5,9 @@
 A step accumulates three micro-batches in float16, and then: unscale, clip the whole gradient by
 its norm, step, update the scale. Its first scale overflows on purpose: that step is skipped.
 
-The table has one row per rank: the last scale, the gradient's norm in the second step before it
-was clipped, and after the last step the loss on samples that are the same on every rank, and how
-far the weights have moved from their first values.
+The table has one row per rank: the last scale; the gradient's norm in the second step, before it
+was clipped; the loss after the last step, on samples that are the same on every rank; and how far
+the weights have moved.
 """
 
 import argparse

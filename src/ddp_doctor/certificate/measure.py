@@ -18,7 +18,7 @@ CHUNK = 1 << 18  # elements that are compared at a time
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter: the lengths of both gradients, their product, and that of the difference."""
+    """One parameter: the length of each gradient and of their difference; their product."""
 
     key: str
     name: str

@@ -4,7 +4,7 @@ One process of a script makes its own samples only. So the tensors that the scri
 and use are written down in the first step, by place and turn; then each place gets what the plan
 says. What is computed from these tensors, sizes and counts included, follows by itself. Weights,
 gradients, activations, and all that is computed from them are left alone. Inside a model, and in a
-script that has a data loader, only random draws are samples, and what one rank sends to all: one
+script that has a data loader, only random draws are samples, and what one rank sends to all. One
 process needs these rows once for each rank.
 """
 

@@ -1,9 +1,8 @@
 """Did the model get the same samples in two runs? Shown before their gradients are compared.
 
-Three things are recorded in each step that is compared: the rows that every call of the trained
-model was given; the pairs that each loss was given, a row of an output and one of a target; and the
-small tensors that the script reduced over the ranks. `parted` compares rows by value and in any
-order.
+Three things are recorded in each step that is compared: the rows that each call of the trained
+model was given; the pairs of an output's and a target's row that each loss was given; and the small
+tensors that the script reduced over the ranks. `parted` compares rows by value, in any order.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""`run_ranks` for many small functions in a row: the ranks stay, with one process group per size.
+"""`run_ranks` for many small functions in a row: the ranks stay, with a new process group per call.
 
 A function finds the modules, the collectives, and the random numbers as they were at the start. It
 is not isolated otherwise, so only a fresh start shows what else it has left behind: ranks that
@@ -35,8 +35,6 @@ class PersistentRanks:
 
     def __init__(self) -> None:
         self.pools: dict[int, list[tuple[int, Connection]]] = {}
-        self.to_renew: set[int] = set()
-        self.replaced = 0
         self.folder = tempfile.TemporaryDirectory()
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -51,19 +49,13 @@ class PersistentRanks:
         except BaseException:
             if len(replies) < world_size:
                 self._stop(world_size)
-            self.renew()
             raise
         return [replies[rank] for rank in range(world_size)]
 
-    def renew(self) -> None:
-        """Ranks that a wrong function has called may differ in what they have launched."""
-        self.to_renew = set(self.pools)
-
     def _pool(self, world_size: int) -> list[tuple[int, Connection]]:
         pool = self.pools.get(world_size, [])
-        if world_size in self.to_renew and pool and not self._regroup(pool):
+        if pool and not self._regroup(pool):
             self._stop(world_size)
-        self.to_renew.discard(world_size)
         return self.pools.get(world_size) or self._start(world_size)
 
     def _collect(
@@ -87,7 +79,6 @@ class PersistentRanks:
                     until = min(until, time.monotonic() + 0.3)
                 replies[rank] = found
             if waiting and (stillness.seconds() > patience or time.monotonic() > until):
-                self.replaced += 1
                 others = f"ranks {sorted(waiting.values())} wait for others"
                 raise error or RanksTimeoutError(others)
         if error:

@@ -1,6 +1,17 @@
 """Answers to try this chapter's checks on."""
 
 
+# %% check_plan right: all orders are gathered, and the first is used
+class GathersAllOrders(Rebuilding):
+    def rebuild(self):
+        if not self.rebuilt and self.last_order:
+            own = torch.tensor(self.last_order)
+            orders = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(orders, own)
+            self.use(pack(self.parameters, orders[0].tolist(), self.cap_bytes))
+            self.rebuilt = True
+
+
 # %% check_plan right: the plan as one padded tensor
 class PaddedPlan(Rebuilding):
     def rebuild(self):
@@ -22,71 +33,34 @@ class PaddedPlan(Rebuilding):
         self.rebuilt = True
 
 
-# %% check_plan right: all orders are gathered, and the first is used
-class GathersAllOrders(Rebuilding):
-    def rebuild(self):
-        if not self.rebuilt and self.last_order:
-            own = torch.tensor(self.last_order)
-            orders = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-            dist.all_gather(orders, own)
-            self.use(pack(self.parameters, orders[0].tolist(), self.cap_bytes))
-            self.rebuilt = True
-
-
-# %% check_plan wrong: it broadcasts before every forward
-class BroadcastsAlways(Rebuilding):
-    def rebuild(self):
-        if not self.last_order:
-            return
-        order = torch.tensor(self.last_order)
-        dist.broadcast(order, src=0)
-        self.use(pack(self.parameters, order.tolist(), self.cap_bytes))
-
-
-# %% check_plan wrong: it never rebuilds
-class NeverRebuilds(Rebuilding):
-    def rebuild(self):
-        pass
-
-
 # %% check_plan wrong: the order of definition, the same on every rank
-class OrderOfDefinition(Rebuilding):
-    def rebuild(self):
-        if not self.rebuilt and self.last_order:
-            order = range(len(self.parameters))
-            self.use(pack(self.parameters, order, self.cap_bytes))
-            self.rebuilt = True
+# orders[0].tolist() → range(len(own))
 
 
 # %% check_plan wrong: sent, but the own order is used
-class SentButNotUsed(Rebuilding):
-    def rebuild(self):
-        if not self.rebuilt and self.last_order:
-            order = torch.tensor(self.last_order)
-            dist.broadcast(order, src=0)
-            self.use(pack(self.parameters, self.last_order, self.cap_bytes))
-            self.rebuilt = True
+# orders[0].tolist() → self.last_order
 
 
 # %% check_plan wrong: the order is a tensor, not a list of integers
-class OrderAsTensor(Rebuilding):
-    def rebuild(self):
-        if not self.rebuilt and self.last_order:
-            order = torch.tensor(self.last_order)
-            dist.broadcast(order, src=0)
-            self.use(pack(self.parameters, order, self.cap_bytes))
-            self.rebuilt = True
+# orders[0].tolist() → orders[0]
 
 
 # %% check_plan wrong: rank 0 has its own plan, the others the order of definition
-class OnlyRank0(Rebuilding):
-    def rebuild(self):
-        if not self.rebuilt and self.last_order:
-            order = range(len(self.parameters))
-            if dist.get_rank() == 0:
-                order = self.last_order
-            self.use(pack(self.parameters, order, self.cap_bytes))
-            self.rebuilt = True
+# orders[0].tolist() → self.last_order if dist.get_rank() == 0 else range(len(own))
+
+
+# %% check_report right: a sentence in which the name of a parameter is a part of a word
+class SaysReplace(DDP):
+    def forward(self, *inputs):
+        if self.reducer.expecting and self.reducer.order:
+            named = self.module.named_parameters()
+            names = [name for name, p in named if p.requires_grad]
+            missing = sorted(set(range(len(names))) - set(self.reducer.order))
+            raise RuntimeError(
+                "zero_grad would replace these missing gradients: "
+                f"{', '.join(names[i] for i in missing)}."
+            )
+        return super().forward(*inputs)
 
 
 # %% check_report right: the reducer's count of missing gradients
@@ -123,94 +97,35 @@ class OwnHooks(DDP):
         return super().forward(*inputs)
 
 
-# %% check_report right: a sentence in which the name of a parameter is a part of a word
-class SaysReplace(DDP):
-    def forward(self, *inputs):
-        if self.reducer.expecting and self.reducer.order:
-            named = self.module.named_parameters()
-            names = [name for name, p in named if p.requires_grad]
-            missing = sorted(set(range(len(names))) - set(self.reducer.order))
-            raise RuntimeError(
-                "zero_grad would replace these missing gradients: "
-                f"{', '.join(names[i] for i in missing)}."
-            )
-        return super().forward(*inputs)
-
-
 # %% check_report wrong: it looks at .grad, which zero_grad has cleared
-class LooksAtGrad(DDP):
-    def forward(self, *inputs):
-        missing = [n for n, p in self.module.named_parameters() if p.grad is None]
-        if self.reducer.expecting and self.reducer.order:
-            raise RuntimeError(f"no gradient for {missing}")
-        return super().forward(*inputs)
+# names[i] for i in missing →
+# n for n, p in self.module.named_parameters() if p.grad is None
 
 
 # %% check_report wrong: frozen parameters shift the names
-class ShiftedByFrozen(DDP):
-    def forward(self, *inputs):
-        if self.reducer.expecting and self.reducer.order:
-            names = [name for name, _ in self.module.named_parameters()]
-            count = len(self.reducer.parameters)
-            missing = sorted(set(range(count)) - set(self.reducer.order))
-            raise RuntimeError(f"no gradient for {[names[i] for i in missing]}")
-        return super().forward(*inputs)
+# if p.requires_grad → if True
+# range(len(names)) → range(len(self.reducer.parameters))
 
 
 # %% check_report wrong: a forward without a backward is an error
-class NeedsBackward(DDP):
-    def forward(self, *inputs):
-        if self.reducer.expecting:
-            named = self.module.named_parameters()
-            names = [name for name, p in named if p.requires_grad]
-            missing = sorted(set(range(len(names))) - set(self.reducer.order))
-            raise RuntimeError(f"no gradient for {[names[i] for i in missing]}")
-        return super().forward(*inputs)
+# self.reducer.expecting and self.reducer.order → self.reducer.expecting
 
 
 # %% check_report wrong: only the first missing parameter
-class OnlyTheFirst(DDP):
-    def forward(self, *inputs):
-        if self.reducer.expecting and self.reducer.order:
-            named = self.module.named_parameters()
-            names = [name for name, p in named if p.requires_grad]
-            missing = min(set(range(len(names))) - set(self.reducer.order))
-            raise RuntimeError(f"no gradient for {names[missing]}")
-        return super().forward(*inputs)
+# for i in missing → for i in missing[:1]
 
 
 # %% check_report wrong: the parameters that did arrive
-class NamesTheOthers(DDP):
-    def forward(self, *inputs):
-        if self.reducer.expecting and self.reducer.order:
-            named = self.module.named_parameters()
-            names = [name for name, p in named if p.requires_grad]
-            raise RuntimeError(f"incomplete: {[names[i] for i in self.reducer.order]}")
-        return super().forward(*inputs)
+# for i in missing → for i in self.reducer.order
 
 
 # %% check_report wrong: whole layers, also where half of one is missing
-class NamesWholeLayers(DDP):
-    def forward(self, *inputs):
-        if self.reducer.expecting and self.reducer.order:
-            named = self.module.named_parameters()
-            names = [name for name, p in named if p.requires_grad]
-            missing = set(range(len(names))) - set(self.reducer.order)
-            layers = {names[i][: len("layers.0.")] for i in missing}
-            whole = [name for name in names if name.startswith(tuple(layers))]
-            raise RuntimeError(f"no gradient for {whole}")
-        return super().forward(*inputs)
+# names[i] for i in missing →
+# n for n in names if n[:9] in {names[i][:9] for i in missing}
 
 
 # %% check_report wrong: another kind of error
-class RaisesValueError(DDP):
-    def forward(self, *inputs):
-        if self.reducer.expecting and self.reducer.order:
-            named = self.module.named_parameters()
-            names = [name for name, p in named if p.requires_grad]
-            missing = sorted(set(range(len(names))) - set(self.reducer.order))
-            raise ValueError(f"no gradient for {[names[i] for i in missing]}")
-        return super().forward(*inputs)
+# RuntimeError → ValueError
 
 
 # %% check_invariants right: everything is counted anew
@@ -231,34 +146,8 @@ class MakesBucketsAgain(WithUnused):
         self.absent = unreached(self.parameters, output) if self.find_unused else []
 
 
-# %% check_invariants wrong: only the order is forgotten
-class ForgetsTheOrder(WithUnused):
-    def announce(self, output):
-        self.order, self.expecting = [], True
-        self.absent = unreached(self.parameters, output) if self.find_unused else []
-
-
-# %% check_invariants wrong: only the counts of the first bucket start again
-class FirstBucketOnly(WithUnused):
-    def announce(self, output):
-        self.order, self.launched, self.expecting = [], 0, True
-        self.buckets[0].missing = len(self.buckets[0].parameters)
-        self.absent = unreached(self.parameters, output) if self.find_unused else []
-
-
 # %% check_invariants wrong: an announced backward that never came keeps its counts
-class OnlyIfNotExpecting(WithUnused):
-    def announce(self, output):
-        if not self.expecting:
-            self.prepare()
-        self.expecting = True
-        self.absent = unreached(self.parameters, output) if self.find_unused else []
-
-
-# %% check_invariants wrong: nothing is averaged
-class NeverExpects(WithUnused):
-    def announce(self, output):
-        self.prepare()
+# in self.buckets: → in () if self.expecting else self.buckets:
 
 
 # %% check_invariants wrong: a DDP of its own, without rank 0's weights
@@ -304,9 +193,7 @@ def scaled_afterwards(ddp, window):
 
 
 # %% check_window wrong: all send
-def all_send(ddp, window):
-    for tokens in window:
-        (loss_of(ddp(tokens[:, :-1]), tokens) / len(window)).backward()
+# with ddp.no_sync(): → if True:
 
 
 # %% check_window wrong: only the backward is inside
@@ -317,25 +204,8 @@ def backward_inside(ddp, window):
             loss.backward()
 
 
-# %% check_window wrong: the first one sends
-def first_sends(ddp, window):
-    for i, tokens in enumerate(window):
-        with nullcontext() if i == 0 else ddp.no_sync():
-            (loss_of(ddp(tokens[:, :-1]), tokens) / len(window)).backward()
-
-
-# %% check_window wrong: the sum of the means
-def sum_of_means(ddp, window):
-    for i, tokens in enumerate(window):
-        with nullcontext() if i == len(window) - 1 else ddp.no_sync():
-            loss_of(ddp(tokens[:, :-1]), tokens).backward()
-
-
 # %% check_window wrong: made for four micro-batches
-def made_for_four(ddp, window):
-    for i, tokens in enumerate(window):
-        with nullcontext() if i == 3 else ddp.no_sync():
-            (loss_of(ddp(tokens[:, :-1]), tokens) / 4).backward()
+# len(window) → 4
 
 
 # %% check_plan blind line 12. 0 → 1: any rank may make the plan

@@ -27,57 +27,20 @@ def against_rank_0(expected, *tensors):
 
 
 # %% check_verify_start wrong: only the ranks that differ from rank 0 raise
-def others_raise(expected, *tensors):
-    if dist.get_world_size() != expected:
-        raise RuntimeError("the wrong number of ranks")
-    for tensor in tensors:
-        of_rank_0 = tensor.clone()
-        dist.broadcast(of_rank_0, src=0)
-        if not torch.equal(of_rank_0, tensor):
-            raise RuntimeError("this rank has other tensors than rank 0")
+# any(of_rank != everyone[0] for of_rank in everyone) →
+# everyone[dist.get_rank()] != everyone[0]
 
 
 # %% check_verify_start wrong: sums instead of values
-def compares_sums(expected, *tensors):
-    if dist.get_world_size() != expected:
-        raise RuntimeError("the wrong number of ranks")
-    sums = torch.stack([tensor.double().sum() for tensor in tensors])
-    low, high = sums.clone(), sums.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    if (high - low).max() > 1e-6:
-        raise RuntimeError("tensors differ between ranks")
-
-
-# %% check_verify_start wrong: it always raises
-def always_raises(expected, *tensors):
-    raise RuntimeError("something is wrong")
-
-
-# %% check_verify_start wrong: rank 0's tensors replace the others
-def repairs_it(expected, *tensors):
-    if dist.get_world_size() != expected:
-        raise RuntimeError("the wrong number of ranks")
-    for tensor in tensors:
-        dist.broadcast(tensor, src=0)
+# tensor.tolist() → tensor.double().sum().item()
 
 
 # %% check_verify_start wrong: two ranks are enough
-def more_than_one(expected, *tensors):
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, tensors)
-    same = all(all(map(torch.equal, each, everyone[0])) for each in everyone)
-    if len(everyone) < 2 or not same:
-        raise RuntimeError("one rank, or different tensors")
+# ranks != expected → ranks < 2
 
 
 # %% check_verify_start wrong: another kind of error
-def raises_value_error(expected, *tensors):
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, tensors)
-    same = all(all(map(torch.equal, each, everyone[0])) for each in everyone)
-    if len(everyone) != expected or not same:
-        raise ValueError("the wrong number of ranks, or different tensors")
+# RuntimeError → ValueError
 
 
 # %% check_verify_start blind line 6. 0 → 1: any rank may be the reference

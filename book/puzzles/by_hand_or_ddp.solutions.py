@@ -1,6 +1,15 @@
 """Answers to try this chapter's checks on."""
 
 
+# %% check_start right: everybody else contributes zeros to a sum
+@torch.no_grad()
+def sum_with_zeros(model):
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if dist.get_rank() > 0:
+            tensor.zero_()
+        dist.all_reduce(tensor)
+
+
 # %% check_start right: the whole state as one object
 def as_one_object(model):
     state = [model.state_dict()]
@@ -13,15 +22,6 @@ def by_wrapping(model):
     DistributedDataParallel(model)
 
 
-# %% check_start right: everybody else contributes zeros to a sum
-@torch.no_grad()
-def sum_with_zeros(model):
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if dist.get_rank() > 0:
-            tensor.zero_()
-        dist.all_reduce(tensor)
-
-
 # %% check_start right: gathered from all ranks, and the first one taken
 @torch.no_grad()
 def gathered(model):
@@ -29,30 +29,6 @@ def gathered(model):
         of_ranks = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(of_ranks, tensor)
         tensor.copy_(of_ranks[0])
-
-
-# %% check_start wrong: parameters only
-@torch.no_grad()
-def parameters_only(model):
-    for parameter in model.parameters():
-        dist.broadcast(parameter, src=0)
-
-
-# %% check_start wrong: trainable parameters and buffers
-@torch.no_grad()
-def without_frozen_ones(model):
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    for tensor in [*trainable, *model.buffers()]:
-        dist.broadcast(tensor, src=0)
-
-
-# %% check_start wrong: the average of all ranks
-@torch.no_grad()
-def average_of_all(model):
-    for tensor in model.state_dict().values():
-        total = tensor.double()
-        dist.all_reduce(total)
-        tensor.copy_(total / dist.get_world_size())
 
 
 # %% check_start wrong: the same seed, drawn again
@@ -73,28 +49,8 @@ def new_parameters(model):
         dist.broadcast(buffer, src=0)
 
 
-# %% check_start wrong: all parameters are trainable afterward
-@torch.no_grad()
-def all_trainable(model):
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor, src=0)
-    model.requires_grad_(True)
-
-
-# %% check_start wrong: only rank 1 gets them
-@torch.no_grad()
-def from_rank_0_to_rank_1(model):
-    pair = dist.new_group([0, 1])
-    if dist.get_rank() < 2:
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor, src=0, group=pair)
-
-
-# %% check_start wrong: a copy of the state is broadcast, and nobody loads it
-@torch.no_grad()
-def broadcast_of_copies(model):
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor.clone(), src=0)
+# %% check_start wrong: a copy is sent, and nobody loads it
+# dist.all_reduce(tensor) → dist.all_reduce(tensor.clone())
 
 
 # %% check_start blind calls: a program calls it once

@@ -118,20 +118,25 @@ def weights_of(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def three_rounds(
+def four_rounds(
     rank: int,
     world_size: int,
     outer_step: Callable[..., Any],
     lr: float,
     momentum: float,
 ) -> list[Tensor]:
-    """Three rounds with a reader's outer step: after each, the common weights."""
+    """Four rounds with a reader's outer step: after each, the common weights.
+
+    In the fourth, a weight of the last rank is NaN.
+    """
     common, velocity, seen = torch.ones(3), torch.zeros(3), []
     other = torch.ones(3), torch.zeros(3)  # a second tensor, in turns with the first
-    for number in range(1, 4):
+    for number in range(1, 5):
         # Stands for the inner steps, which move every rank on in its own way.
         share = (1 + rank) / (world_size + 1)  # 1/2 on average
         local = common - number * torch.tensor([4.0, 8.0, 12.0]) * share
+        if number == 4 and rank == world_size - 1:
+            local[2] = torch.nan
         common, velocity = outer_step(common, local, velocity, lr, momentum)
         other = outer_step(other[0], other[0] + number, other[1], lr, momentum)
         seen.append(common.clone())

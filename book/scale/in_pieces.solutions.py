@@ -17,25 +17,8 @@ def gathered(pieces, shards):
     return torch.stack(norms).norm()
 
 
-# %% check_norm wrong: a sum of norms
-def sum_of_norms(pieces, shards):
-    norm = torch.cat([piece.flatten() for piece in pieces]).norm()
-    dist.all_reduce(norm, group=shards)
-    return norm
-
-
 # %% check_norm wrong: over all ranks
-def over_all_ranks(pieces, shards):
-    squares = sum(piece.square().sum() for piece in pieces)
-    dist.all_reduce(squares)
-    return squares.sqrt()
-
-
-# %% check_norm wrong: the average over the shards
-def average(pieces, shards):
-    squares = sum(piece.square().sum() for piece in pieces)
-    dist.all_reduce(squares, group=shards)
-    return (squares / dist.get_world_size(shards)).sqrt()
+# total, group=shards → total
 
 
 # %% check_adapter right: the adapter is a unit of its own
@@ -47,44 +30,35 @@ def a_unit_of_its_own():
 
 # %% check_adapter right: everyone draws the same, before sharding
 def same_seed_and_sharded():
-    torch.manual_seed(0)
-    adapted = Adapted()
-    adapted.adapter = nn.Linear(16, 8, bias=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        adapted = Adapted()
+        adapted.adapter = nn.Linear(16, 8, bias=False)
     fully_shard(adapted)
     return adapted
+
+
+# %% check_adapter wrong: one seed, and then the same random numbers on all ranks
+# adapted = → torch.manual_seed(0)
+#     adapted =
 
 
 # %% check_adapter wrong: the same seed, but not sharded
 def same_seed():
     adapted = fully_shard(Adapted())
-    torch.manual_seed(0)
-    return adapted.add_adapter()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return adapted.add_adapter()
 
 
 # %% check_adapter wrong: rank 0's weights are sent, but gradients stay local
-def broadcast_after_sharding():
-    adapted = fully_shard(Adapted()).add_adapter()
-    dist.broadcast(adapted.adapter.weight.data, src=0)
-    return adapted
-
-
-# %% check_adapter wrong: the gradients are summed
-def summed_by_a_hook():
-    adapted = fully_shard(Adapted()).add_adapter()
-    dist.broadcast(adapted.adapter.weight.data, src=0)
-
-    def total(gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
-
-    adapted.adapter.weight.register_hook(total)
-    return adapted
+# fully_shard(adapted.adapter) → adapted = fully_shard(Adapted()).add_adapter()
+# return fully_shard(adapted) → dist.broadcast(adapted.adapter.weight.data, src=0)
+#     return adapted
 
 
 # %% check_adapter wrong: added twice, before and after sharding
-def added_again():
-    return fully_shard(Adapted().add_adapter()).add_adapter()
+# return fully_shard(adapted) → return fully_shard(adapted).add_adapter()
 
 
 # %% check_adapter wrong: averaged by a hook for two ranks
@@ -99,6 +73,10 @@ def averaged_over_two():
 
     adapted.adapter.weight.register_hook(half_of_the_sum)
     return adapted
+
+
+# %% check_adapter wrong: the base is trained, too
+# add_adapter() → add_adapter().requires_grad_(True)
 
 
 # %% check_outer right: the local weights are averaged
@@ -120,26 +98,7 @@ def gathered(common, local, velocity, lr, momentum):
 
 
 # %% check_outer wrong: momentum without Nesterov
-def plain_momentum(common, local, velocity, lr, momentum):
-    difference = (common - local) / dist.get_world_size()
-    dist.all_reduce(difference)
-    velocity = momentum * velocity + difference
-    return common - lr * velocity, velocity
-
-
-# %% check_outer wrong: rank 0 decides
-def rank_0_decides(common, local, velocity, lr, momentum):
-    difference = common - local
-    dist.broadcast(difference, src=0)
-    velocity = momentum * velocity + difference
-    return common - lr * (difference + momentum * velocity), velocity
-
-
-# %% check_outer wrong: the velocity is lost
-def no_velocity(common, local, velocity, lr, momentum):
-    difference = (common - local) / dist.get_world_size()
-    dist.all_reduce(difference)
-    return common - lr * (1 + momentum) * difference, velocity
+# lr * difference - lr * momentum * velocity → lr * velocity
 
 
 # %% check_save right: rank 0 alone gets the average
@@ -162,66 +121,28 @@ def averaged_at_the_end(model, optimizer, batches):
     return model.state_dict()
 
 
-# %% check_save wrong: the weights of rank 0 for all
-def rank_0_for_all(model, optimizer, batches):
-    train_with_optimizer(model, optimizer, batches, every=16)
-    for weight in model.state_dict().values():
-        dist.broadcast(weight, src=0)
-    return model.state_dict()
-
-
-# %% check_save wrong: the last steps are left out
-def until_the_last_synchronization(model, optimizer, batches):
-    train_with_optimizer(model, optimizer, batches[:96], every=16)
-    optimizer.synchronize()
-    return model.state_dict()
-
-
-# %% check_save wrong: the sum
-def summed(model, optimizer, batches):
-    train_with_optimizer(model, optimizer, batches, every=16)
-    for weight in model.state_dict().values():
-        dist.all_reduce(weight)
-    return model.state_dict()
-
-
-# %% check_save wrong: the state is saved before it is synchronized
-import copy
-
-
-def saved_too_early(model, optimizer, batches):
-    train_with_optimizer(model, optimizer, batches, every=16)
-    state = copy.deepcopy(model.state_dict())
-    optimizer.synchronize()
-    return state
-
-
-# %% check_adapter wrong: the base is trained, too
-
-
-def base_trained():
-    return fully_shard(Adapted().add_adapter().requires_grad_(True))
-
-
-# %% check_save wrong: numbers instead of names
-
-
-def numbered(model, optimizer, batches):
-    train_with_optimizer(model, optimizer, batches, every=16)
-    optimizer.synchronize()
-    return dict(enumerate(model.state_dict().values()))
-
-
 # %% check_save right: rank 0 alone returns something
-
-
 def rank_0_returns(model, optimizer, batches):
     train_with_optimizer(model, optimizer, batches, every=16)
     optimizer.synchronize()
     return model.state_dict() if dist.get_rank() == 0 else None
 
 
+# %% check_save wrong: the last steps are left out
+# batches, every → batches[:96], every
+
+
+# %% check_save wrong: the state before the average
+# return weights → return model.state_dict()
+
+
+# %% check_save wrong: numbers instead of names
+# return weights → return dict(enumerate(weights.values()))
+
+# %% check_save wrong: another shape
+# return weights → return {name: w[None] for name, w in weights.items()}
+
+
 # %% check_norm blind result. (another sh|detached): float() reads it
 # %% check_norm blind calls: each rank has one gradient
-
 # %% check_outer blind result. (NaN|detached): no weight is NaN, none has a graph

@@ -18,30 +18,20 @@ def without_the_surplus(x, weight, bias, mesh):
     return mesh.sum(F.linear(x, weight, bias), "tensor") - surplus
 
 
-# %% check_row_parallel wrong: every rank adds the whole bias
-def on_every_rank(x, weight, bias, mesh):
-    return mesh.sum(F.linear(x, weight) + bias, "tensor")
-
-
 # %% check_row_parallel wrong: half of the bias, with the 2 written into the code
-def half_of_the_bias(x, weight, bias, mesh):
-    return mesh.sum(F.linear(x, weight, bias / 2), "tensor")
+# mesh.size("tensor") → 2
 
 
 # %% check_row_parallel wrong: the bias gets no gradient
-def detached(x, weight, bias, mesh):
-    return mesh.sum(F.linear(x, weight), "tensor") + bias.detach()
+# bias / → bias.detach() /
 
 
 # %% check_row_parallel wrong: right under DTensor's convention
-def as_in_torchtitan(x, weight, bias, mesh):
-    part = bias + (bias / mesh.size("tensor") - bias).detach()
-    return mesh.sum(F.linear(x, weight, part), "tensor")
+# bias / mesh.size("tensor") → bias + (bias / mesh.size("tensor") - bias).detach()
 
 
 # %% check_row_parallel wrong: summed along data
-def along_data(x, weight, bias, mesh):
-    return mesh.sum(F.linear(x, weight), "data") + bias
+# )), "tensor") → )), "data")
 
 
 # %% check_norm right: the router counts on one rank of the group
@@ -63,41 +53,11 @@ def a_part_of_the_router(gradients, mesh):
     return float(total**0.5)
 
 
-# %% check_norm wrong: the router counts once per rank
-def every_copy(gradients, mesh):
-    total = sum(g.square().sum() for g in gradients.values())
-    mesh.add_up(total, ["expert"])
-    return total.sqrt().item()
-
-
-# %% check_norm wrong: norms instead of squares
-def sum_of_norms(gradients, mesh):
-    experts = torch.stack([gradients["up"].norm(), gradients["down"].norm()]).norm()
-    mesh.add_up(experts, ["expert"])
-    return (experts**2 + gradients["router"].square().sum()).sqrt().item()
-
-
 # %% check_norm wrong: the copies along data count, too
-def along_data_too(gradients, mesh):
-    experts = gradients["up"].square().sum() + gradients["down"].square().sum()
-    mesh.add_up(experts, ["expert", "data"])
-    return (experts + gradients["router"].square().sum()).sqrt().item()
+# ["expert"] → ["expert", "data"]
 
-
-# %% check_norm wrong: the number of data ranks is written into the code
-def two_data_ranks(gradients, mesh):
-    experts = gradients["up"].square().sum() + gradients["down"].square().sum()
-    mesh.add_up(experts, ["expert", "data"])
-    return (experts / 2 + gradients["router"].square().sum()).sqrt().item()
-
-
-# %% check_norm wrong: the router's surplus, for two experts
-
-
-def minus_once(gradients, mesh):
-    total = sum(g.square().sum() for g in gradients.values())
-    mesh.add_up(total, ["expert"])
-    return (total - gradients["router"].square().sum()).sqrt().item()
+# %% check_row_parallel wrong: a constant that the softmax hides
+# )), "tensor") → )), "tensor") + 1
 
 
 # %% check_norm blind line 5: any one rank of the group may count the router

@@ -24,38 +24,21 @@ def own_rows_padded(outputs, targets):
 
 
 # %% check_own_rows wrong: the first row is the rank's number
-def first_row_is_the_rank(outputs, targets):
-    first = dist.get_rank()  # as if rank 0 always had one sample
-    padded = F.pad(outputs, (0, 0, first, 6 - first - len(outputs)))
-    everything = differentiable.all_reduce(padded)
-    return row_losses(targets, everything, first).sum() / 6
+# sum(counts[: dist.get_rank()]), sum → dist.get_rank(), sum
 
 
 # %% check_own_rows wrong: divided by the own count
-def own_count(outputs, targets):
-    counts = [0] * dist.get_world_size()
-    dist.all_gather_object(counts, len(outputs))
-    first, total = sum(counts[: dist.get_rank()]), sum(counts)
-    padded = F.pad(outputs, (0, 0, first, total - first - len(outputs)))
-    everything = differentiable.all_reduce(padded)
-    return row_losses(targets, everything, first).mean()
+# .sum() / total → .mean()
 
 
 # %% check_own_rows wrong: a plain all-reduce
-def plain(outputs, targets):
-    counts = [0] * dist.get_world_size()
-    dist.all_gather_object(counts, len(outputs))
-    first, total = sum(counts[: dist.get_rank()]), sum(counts)
-    padded = F.pad(outputs, (0, 0, first, total - first - len(outputs)))
-    everything = padded.detach().clone()
-    dist.all_reduce(everything)
-    everything[first : first + len(outputs)] = outputs
-    return row_losses(targets, everything, first).sum() / total
+# differentiable.all_reduce(rows) → rows.detach().clone()
+#     dist.all_reduce(everything)
+#     everything[first : first + len(outputs)] = outputs
 
 
 # %% check_own_rows wrong: own rows and own columns
-def own_samples_only(outputs, targets):
-    return row_losses(targets, outputs, 0).sum() / 6
+# row_losses(targets, everything, first) → row_losses(targets, outputs, 0)
 
 
 # %% check_own_rows blind line 3. 0 → 1: a buffer that is filled

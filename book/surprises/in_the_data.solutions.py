@@ -19,30 +19,6 @@ def in_two_stages(stream, rank, world_size, worker, workers):
     return islice(of_rank, worker, None, workers)
 
 
-# %% check_stream wrong: split over ranks only
-def ranks_only(stream, rank, world_size, worker, workers):
-    return islice(stream, rank, None, world_size)
-
-
-# %% check_stream wrong: the stream is read to its end first
-def listed(stream, rank, world_size, worker, workers):
-    samples = list(stream)
-    yield from samples[rank * workers + worker :: world_size * workers]
-
-
-# %% check_stream wrong: the tail is dropped
-def whole_rounds(stream, rank, world_size, worker, workers):
-    size = world_size * workers
-    while len(turn := list(islice(stream, size))) == size:
-        yield turn[rank * workers + worker]
-
-
-# %% check_stream wrong: only rank 0 reads
-def rank_0(stream, rank, world_size, worker, workers):
-    if rank == 0:
-        yield from islice(stream, worker, None, workers)
-
-
 # %% check_stream right: dealt at random, alike on all workers
 import random
 
@@ -61,6 +37,19 @@ def in_blocks(stream, rank, world_size, worker, workers):
             yield sample
 
 
+# %% check_stream wrong: the stream is read to its end first
+def listed(stream, rank, world_size, worker, workers):
+    samples = list(stream)
+    yield from samples[rank * workers + worker :: world_size * workers]
+
+
+# %% check_stream wrong: the tail is dropped
+def whole_rounds(stream, rank, world_size, worker, workers):
+    size = world_size * workers
+    while len(turn := list(islice(stream, size))) == size:
+        yield turn[rank * workers + worker]
+
+
 # %% check_stream wrong: dealt at random, by each worker anew
 import random
 
@@ -73,10 +62,12 @@ def each_at_random(stream, rank, world_size, worker, workers):
 
 
 # %% check_stream wrong: every sample is in all shares, after a while
+# if number → if number >= 40 or number
+
+# %% check_stream wrong: dealt in the order of the calls
+calls = count()
 
 
-def all_later(stream, rank, world_size, worker, workers):
+def by_calls(stream, rank, world_size, worker, workers):
     n = world_size * workers
-    for number, sample in enumerate(stream):
-        if number >= 40 or number % n == rank * workers + worker:
-            yield sample
+    return islice(stream, next(calls) % n, None, n)

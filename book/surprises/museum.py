@@ -21,6 +21,7 @@ from labkit.testing.compare import Comparison, gradients
 from labkit.testing.invariants import INVARIANTS, violations
 from labkit.testing.late import late_collectives
 from labkit.testing.overlap import communication_overlaps_backward
+from labkit.testing.watch import RecordedCollectives
 
 Data = Sequence[Sequence[trial.MicroBatch]]
 Test = Callable[[trial.Wrap, int, int], None]
@@ -183,6 +184,25 @@ def caught_by(tests: Sequence[Test]) -> dict[str, set[str]]:
     return {
         t.__name__: set().union(*(one[t.__name__] for one in of_ranks)) for t in tests
     }
+
+
+def after_a_loss_of_zero(
+    wrap: trial.Wrap, rank: int, world_size: int
+) -> dict[str, str]:
+    """What is wrong with a trainer's gradients of zero, clipped: one that is None
+    afterward, or more bytes sent than those of each gradient, once.
+    """
+    module, [batch] = trial.SmallModule(), trial.draw_batches(world_size)[rank]
+    wrapped = wrap(module)
+    (0 * wrapped(batch.inputs).sum()).backward()
+    once = sum(p.grad.nbytes for p in module.parameters())
+    with RecordedCollectives() as watch:
+        wrapped.finish_and_clip(1.0)
+    sent = sum(one.bytes for one in watch.launched) / once
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            return {"zeros_stay": f"{name}.grad is None, and was zeros"}
+    return {"sent_once": f"{sent:.1f} times all gradients"} if sent > 1.5 else {}
 
 
 def _train_all(rank: int, world_size: int, steps: int) -> dict[str, Curve]:

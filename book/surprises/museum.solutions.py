@@ -9,6 +9,7 @@ by_size = (
 )
 smallest = next(s for s in by_size if all(s & set(e) for e in caught.values()))
 
+
 # %% check_fewest right: checks are removed from the whole list, one by one
 chosen_by_removal = sorted({check for errors in caught.values() for check in errors})
 for one in list(chosen_by_removal):
@@ -17,8 +18,10 @@ for one in list(chosen_by_removal):
         chosen_by_removal.remove(one)
 remaining = list(chosen_by_removal)
 
+
 # %% check_fewest wrong: all twelve
 everything = {check for errors in caught.values() for check in errors}
+
 
 # %% check_fewest wrong: the eight that catch the most
 from collections import Counter
@@ -26,9 +29,11 @@ from collections import Counter
 most = Counter(check for errors in caught.values() for check in errors)
 the_eight_largest = {check for check, _ in most.most_common(8)}
 
+
 # %% check_fewest wrong: one that is needed is missing
 single = {next(iter(errors)) for errors in caught.values() if len(errors) == 1}
 without_one = set(sorted(single)[1:])
+
 
 # %% check_fewest wrong: names of exhibits instead of checks
 exhibits = set(list(caught)[:8])
@@ -59,33 +64,22 @@ class InTwoCalls(ClipBeforeSync):
 
 
 # %% check_trainer wrong: before and after
-class ClipsTwice(ClipBeforeSync):
-    def finish_and_clip(self, max_norm):
-        clip_grad_norm_(self.module.parameters(), max_norm)
-        self.finish()
-        clip_grad_norm_(self.module.parameters(), max_norm)
+# self.finish() → clip_grad_norm_(self.module.parameters(), max_norm)
+#         self.finish()
 
 
 # %% check_trainer wrong: each parameter alone
-class ClipsEachAlone(ClipBeforeSync):
-    def finish_and_clip(self, max_norm):
-        self.finish()
-        for parameter in self.module.parameters():
-            clip_grad_norm_(parameter, max_norm)
+# (norm + 1e-6) → (gradient.norm() + 1e-6)
 
 
 # %% check_trainer wrong: to 1, whatever is asked for
-class ClipsToOne(ClipBeforeSync):
-    def finish_and_clip(self, max_norm):
-        self.finish()
-        clip_grad_norm_(self.module.parameters(), 1.0)
+# max_norm / → 1.0 /
 
 
 # %% check_trainer wrong: values instead of the norm
-from torch.nn.utils import clip_grad_value_
+# mul_((max_norm / (norm + 1e-6)).clamp(max=1.0)) → clamp_(-max_norm, max_norm)
 
-
-class ClipsValues(ClipBeforeSync):
-    def finish_and_clip(self, max_norm):
-        self.finish()
-        clip_grad_value_(self.module.parameters(), max_norm)
+# %% check_trainer wrong: gradients of zero become None
+# norm = → for p in self.module.parameters():
+#             p.grad = p.grad if p.grad is not None and p.grad.any() else None
+#         norm =

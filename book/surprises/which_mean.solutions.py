@@ -25,39 +25,18 @@ def divides_at_the_end(ddp, window):
 
 
 # %% check_truncated wrong: truncated completions stay in the sum, too
-def keeps_them(ddp, window):
-    right_step(ddp, window, dapo)
+# [finished(part) for part in window] → window
 
 
 # %% check_truncated wrong: the mean of the micro-batches' means
-def mean_of_means(ddp, window):
-    parts = [finished(part) for part in window]
-    for k, part in enumerate(parts):
-        with nullcontext() if k == len(parts) - 1 else ddp.no_sync():
-            total = sampled.dapo(ddp, part)
-            (total / part.mask.sum().clamp(min=1) / len(parts)).backward()
+# total * dist.get_world_size() / tokens →
+# total / part.mask.sum().clamp(min=1) / len(parts)
 
 
 # %% check_truncated wrong: a rank without tokens runs no backward
-def skips_backward(ddp, window):
-    parts = [finished(part) for part in window]
-    tokens = sum(part.mask.sum() for part in parts)
-    own = tokens.item()
-    dist.all_reduce(tokens)
-    for k, part in enumerate(parts):
-        with nullcontext() if k == len(parts) - 1 else ddp.no_sync():
-            if own:
-                total = sampled.dapo(ddp, part)
-                (total * dist.get_world_size() / tokens).backward()
-
-
-# %% check_advantages right: everything is gathered, as Python objects
-def gathered(rewards, groups):
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (rewards, groups))
-    all_rewards, all_groups = (torch.cat(each) for each in zip(*parts, strict=True))
-    means = [all_rewards[all_groups == group].mean() for group in groups]
-    return rewards - torch.stack(means)
+# total = sampled.dapo(ddp, part) → if not any(each.mask.any() for each in parts):
+#                 continue
+#             total = sampled.dapo(ddp, part)
 
 
 # %% check_advantages right: one row per group, by one-hot vectors
@@ -69,36 +48,13 @@ def one_hot(rewards, groups):
     return rewards - member @ (total / count.clamp(min=1))
 
 
-# %% check_advantages wrong: every group has four
-def always_four(rewards, groups):
-    sums = torch.zeros(12, dtype=rewards.dtype)
-    sums.index_add_(0, groups, rewards)
-    dist.all_reduce(sums)
-    return rewards - (sums / 4)[groups]
-
-
-# %% check_advantages wrong: the mean of the ranks' means
-def mean_of_means(rewards, groups):
-    both = torch.zeros(2, 12, dtype=rewards.dtype)
-    both.index_add_(1, groups, torch.stack([rewards, torch.ones_like(rewards)]))
-    means = both[0] / both[1].clamp(min=1)
-    dist.all_reduce(means)
-    return rewards - (means / dist.get_world_size())[groups]
-
-
-# %% check_advantages wrong: rank 0 decides
-def rank_0_decides(rewards, groups):
-    both = torch.zeros(2, 12, dtype=rewards.dtype)
-    both.index_add_(1, groups, torch.stack([rewards, torch.ones_like(rewards)]))
-    dist.broadcast(both, src=0)
-    return rewards - (both[0] / both[1].clamp(min=1))[groups]
-
-
-# %% check_advantages wrong: the mean of all rewards
-def mean_of_all(rewards, groups):
-    total = torch.stack([rewards.sum(), rewards.new_tensor(len(rewards))])
-    dist.all_reduce(total)
-    return rewards - total[0] / total[1]
+# %% check_advantages right: everything is gathered, as Python objects
+def gathered(rewards, groups):
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (rewards, groups))
+    all_rewards, all_groups = (torch.cat(each) for each in zip(*parts, strict=True))
+    means = [all_rewards[all_groups == group].mean() for group in groups]
+    return rewards - torch.stack(means)
 
 
 # %% check_advantages right: the sums are in float32
@@ -109,9 +65,20 @@ def in_float32(rewards, groups):
     return rewards - (both[0] / both[1].clamp(min=1)).to(rewards.dtype)[groups]
 
 
+# %% check_advantages wrong: every group has four
+# count.clamp(min=1) → 4
+
+
+# %% check_advantages wrong: the mean of the ranks' means
+# rewards @ member, member.sum(0) →
+# rewards @ member / member.sum(0).clamp(min=1), torch.ones(12)
+
+
+# %% check_advantages wrong: the mean of all rewards
+# member @ (total / count.clamp(min=1)) → total.sum() / count.sum()
+
+
 # %% check_advantages wrong: the completions of a group have to be neighbors
-
-
 def sorted_groups(rewards, groups):
     ids, counts = torch.unique_consecutive(groups, return_counts=True)
     both = torch.zeros(2, 12, dtype=rewards.dtype)
@@ -120,3 +87,16 @@ def sorted_groups(rewards, groups):
         both[1, i] = len(part)
     dist.all_reduce(both)
     return rewards - (both[0] / both[1].clamp(min=1))[groups]
+
+
+# %% check_advantages wrong: a gather, as if all ranks had as many completions
+def plain_gather(rewards, groups):
+    rewards_of, groups_of = (
+        [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        for own in (rewards, groups)
+    )
+    dist.all_gather(rewards_of, rewards)
+    dist.all_gather(groups_of, groups)
+    everyone, group_of = torch.cat(rewards_of), torch.cat(groups_of)
+    means = [everyone[group_of == group].mean() for group in groups]
+    return rewards - torch.stack(means)

@@ -105,10 +105,3 @@ def test_a_new_tensor_that_is_sent_names_its_device(chapter):
         for node in ast.walk(ast.parse(cell)):
             if isinstance(node, ast.FunctionDef):
                 assert not new_on_the_cpu(node), f"{chapter.stem}, {node.name}"
-
-
-@pytest.mark.parametrize("sent", ["used", "used / 2", "torch.zeros(2)"])
-def test_a_new_tensor_without_a_device_is_found(sent):
-    code = "def average():\n    used = torch.tensor([1.0]{})\n    dist.all_reduce({})"
-    assert new_on_the_cpu(ast.parse(code.format("", sent)))
-    assert not new_on_the_cpu(ast.parse(code.format(", device=there", "used / 2")))

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from IPython.display import Markdown
 
-from labkit.launch.ranks import RanksTimeoutError, ends_when_stuck
+from labkit.launch.ranks import RanksError, ends_when_stuck
 
 
 def checker(check: Callable[..., Any]) -> Callable[..., None]:
     """`check`, but it prints "Right." if it returns, and "Not yet:" with the reason if it fails.
 
-    It fails by an assertion, by a stub's NotImplementedError, and by ranks that do not return in
-    time, or of which none has moved for two seconds: the message then says where each one waits.
+    It fails by an assertion, by a stub's NotImplementedError, and by ranks that are killed, do not
+    return in time, or of which none has moved for two seconds: the message says where each waits.
     Any other exception prints "Not yet:", too, and passes through, because the reader needs its
     traceback.
     """
@@ -36,7 +36,7 @@ def checker(check: Callable[..., Any]) -> Callable[..., None]:
         try:
             with ends_when_stuck(2):
                 check(*answers)
-        except (AssertionError, NotImplementedError, RanksTimeoutError) as error:
+        except (AssertionError, NotImplementedError, RanksError) as error:
             print(f"Not yet: {error}")
         except Exception:
             print("Not yet: it raises an error.")

@@ -145,4 +145,3 @@ def rank_0_returns(model, optimizer, batches):
 
 # %% check_norm blind result. (another sh|detached): float() reads it
 # %% check_norm blind calls: each rank has one gradient
-# %% check_outer blind result. (NaN|detached): no weight is NaN, none has a graph

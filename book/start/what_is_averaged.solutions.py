@@ -61,6 +61,4 @@ def by_the_mean_count(outputs, targets):
 
 # %% check_drift blind result. (another (dtype|sh)|detached): a number has none
 # %% check_drift blind calls: each rank calls it once
-# %% check_shares blind line 3. 0 → 1: a buffer that is filled
 # %% check_shares blind result. (another|NaN): a constant has no gradient; none is NaN
-# %% check_shares blind calls: each rank calls it once

@@ -169,3 +169,8 @@ def from_a_table(world, way):
 
 # %% check_samples wrong: the same all-reduce for all
 # step_seconds(world, way → step_seconds(world, "flat ring"
+
+
+# %% check_groups blind calls: it is called once
+# %% check_missing blind statement, line (9|16|18): done twice, it is the same
+# %% check_missing blind 2 → [13]: about two seconds

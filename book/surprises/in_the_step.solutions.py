@@ -127,3 +127,7 @@ def another_optimizer(parameters):
 
 # %% check_decay blind gradient: there are none yet
 # %% check_decay blind calls: it is called once
+# %% check_two_losses blind frozen: no parameter is frozen
+# %% check_two_losses blind NaN|clamped: no gradient is NaN, or above 10
+# %% check_skipping blind frozen: no parameter is frozen
+# %% check_skipping blind calls: each rank calls it once

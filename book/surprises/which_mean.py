@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from labkit.book.figures import RANKS, TRUTH, WRONG
-from labkit.launch import run_ranks
+from labkit.launch import RanksError, run_ranks
 from labkit.scenarios import sampled_completions as sampled
 from labkit.scenarios.sampled_completions import Completions, Loss, Way
 from labkit.testing import gradient_of, gradients, ratio_and_cosine
@@ -101,6 +101,32 @@ def deals_with_truncated(found: Completions) -> dict[str, Shares]:
         )
         for name, (order, cuts) in deals.items()
     }
+
+
+def advantages_on_ranks(
+    advantages: Callable[[Tensor, Tensor], Tensor],
+    everything: Completions,
+    mine: Sequence[list[int]],
+) -> list[tuple[Tensor, Tensor]]:
+    """Per rank, which has the completions `mine[rank]`: what `advantages` returns, and
+    what is right.
+
+    Raises AssertionError if a collective fails, as it does with tensors of other sizes.
+    """
+
+    def work(rank: int) -> tuple[Tensor, Tensor]:
+        rewards, groups = everything.rewards, everything.groups
+        means = torch.stack([rewards[groups == group].mean() for group in groups])
+        found = advantages(rewards[mine[rank]], groups[mine[rank]])
+        return found, (rewards - means)[mine[rank]]
+
+    try:
+        return run_ranks(work, len(mine), timeout=20)
+    except RuntimeError as error:
+        if isinstance(error, RanksError) or "gloo" in str(error):
+            sizes = f"ranks with {', '.join(str(len(own)) for own in mine)} completions"
+            raise AssertionError(f"a collective fails on {sizes}: {error}") from None
+        raise
 
 
 class Curves(NamedTuple):

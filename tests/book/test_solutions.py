@@ -29,12 +29,14 @@ from exercise_cells import (
 from mutations import Mutant, mutants_around, mutants_of
 from persistent_ranks import persistent_ranks
 
-MOST = 40  # mutants of a code, evenly chosen; fewer for a check that takes seconds
-FEW = {
-    **dict.fromkeys(("check_findings", "check_script", "check_missing"), 6),
-    **dict.fromkeys(("check_report", "check_step", "check_invariants", "check_trainer"), 12),
-    **dict.fromkeys(("check_save", "check_adapter", "check_skipping"), 12),
-}
+MOST = 24  # mutants of a code, evenly chosen; fewer for a check that takes seconds
+FEW = dict.fromkeys(
+    (
+        *("check_findings", "check_script", "check_missing", "check_report", "check_step"),
+        *("check_invariants", "check_trainer", "check_save", "check_adapter", "check_skipping"),
+    ),
+    8,
+)
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,8 @@ def mutants_of(source: str) -> Iterator[Mutant]:
 
 def _short(node: ast.AST, changed: ast.AST) -> str:
     before, after = (ast.unparse(one).replace("\n", " ⏎ ") for one in (node, changed))
-    same = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0)
+    pairs = enumerate(zip(before, after, strict=False))
+    same = next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
     return f"{before[max(0, same - 20) :][:50]} → {after[max(0, same - 20) :][:50]}"
 
 

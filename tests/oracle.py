@@ -72,9 +72,10 @@ def _drawn(value: Any, last_is_nan: bool, random: torch.Generator) -> Any:
         return found.requires_grad_(value.requires_grad)
     if isinstance(value, nn.Module) and not hasattr(value, "module"):
         module = copy.deepcopy(value)
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        for tensor in (*module.state_dict().values(), *gradients):
+        for tensor in module.state_dict().values():
             _draw(tensor, last_is_nan, random)
+        for own, parameter in zip(module.parameters(), value.parameters(), strict=True):
+            own.grad = _drawn(parameter.grad, last_is_nan, random)
         return module
     if isinstance(value, dict):
         return {key: _drawn(each, last_is_nan, random) for key, each in value.items()}

@@ -87,10 +87,13 @@ class PersistentRanks:
     def _start(self, world_size: int) -> list[tuple[int, Connection]]:
         key = os.urandom(16)
         with Listener(("127.0.0.1", 0), backlog=16, authkey=key) as listener:
+            address = listener.address
 
             def stay() -> None:
                 with contextlib.suppress(RanksError):
-                    START(_serve, world_size, listener.address, key, timeout=3600)
+                    START(_serve, world_size, address, key, timeout=3600)
+                with contextlib.suppress(OSError):  # if they have not come, nobody waits for them
+                    Client(address, authkey=key).close()
 
             threading.Thread(target=stay, daemon=True).start()
             found = {}

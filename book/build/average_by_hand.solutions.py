@@ -104,5 +104,5 @@ def own_choice(model):
 # wide /= dist.get_world_size() → wide.clamp_(max=65_504).div_(dist.get_world_size())
 
 
-# %% check_half blind calls: check_none calls an average four times
-# %% check_half blind frozen: the exercise has no frozen parameter
+# %% check_none blind frozen: what is frozen has no gradient
+# %% check_none blind MAX → .*SUM: any sum above 0 says that one rank has it

@@ -208,7 +208,8 @@ def backward_inside(ddp, window):
 # len(window) → 4
 
 
-# %% check_plan blind line 12. 0 → 1: any rank may make the plan
+# %% check_plan blind number.* → 1: any rank may make the plan
 # %% check_window blind arguments: the last element: the window is not read again
 # %% check_window blind calls: each rank calls it once
-# %% check_report blind line 5. 0 → 1: a backward gives two gradients or more
+# %% check_plan blind statement, line 4: done twice, it is the same
+# %% check_plan blind frozen: no parameter is frozen

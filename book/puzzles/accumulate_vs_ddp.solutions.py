@@ -41,7 +41,3 @@ def against_rank_0(expected, *tensors):
 
 # %% check_verify_start wrong: another kind of error
 # RuntimeError → ValueError
-
-
-# %% check_verify_start blind line 6. 0 → 1: any rank may be the reference
-# %% check_verify_start blind calls: a program calls it once

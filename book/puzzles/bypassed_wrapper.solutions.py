@@ -53,6 +53,3 @@ def against_rank_0(module):
 
 # %% check_verify_replicas wrong: another kind of error
 # RuntimeError → ValueError
-
-
-# %% check_verify_replicas blind line 6. 0 → 1: any rank may be the reference

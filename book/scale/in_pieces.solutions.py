@@ -144,10 +144,9 @@ def rank_0_returns(model, optimizer, batches):
 
 
 # %% check_norm blind result. (another sh|detached): float() reads it
-# %% check_norm blind calls: each rank has one gradient
 
 
-# %% check_adapter blind ⏎ → add_adapter.. ⏎ .*return: the adapter is sharded with the rest
+# %% check_adapter blind ⏎ → add_adapter.. ⏎ .*return: sharded with the rest
 # %% check_adapter blind calls: it is called once
 # %% check_save blind 16 → 1[57]: the optimizer has its own H
 # %% check_save blind arguments: the run has ended

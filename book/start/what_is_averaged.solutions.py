@@ -59,6 +59,4 @@ def by_the_mean_count(outputs, targets):
     return F.mse_loss(outputs, targets, reduction="sum") / count
 
 
-# %% check_drift blind result. (another (dtype|sh)|detached): a number has none
-# %% check_drift blind calls: each rank calls it once
 # %% check_shares blind result. (another|NaN): a constant has no gradient; none is NaN

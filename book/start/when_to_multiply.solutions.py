@@ -41,5 +41,4 @@ def own_rows_padded(outputs, targets):
 # row_losses(targets, everything, first) → row_losses(targets, outputs, 0)
 
 
-# %% check_own_rows blind line 3. 0 → 1: a buffer that is filled
 # %% check_own_rows blind result. (another|NaN): a constant has no gradient; none is NaN

@@ -29,3 +29,7 @@ def all_features(model, rows):
 
 # %% check_barlow_twins wrong: every rank computes the whole batch
 # part_of_correlation(model, rows) → part_of_correlation(model, slice(None))
+
+
+# %% check_barlow_twins blind result. (another|NaN): only gradients count; none is NaN
+# %% check_barlow_twins blind calls: each rank calls it once

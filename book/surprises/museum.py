@@ -189,11 +189,11 @@ def caught_by(tests: Sequence[Test]) -> dict[str, set[str]]:
 def after_a_loss_of_zero(
     wrap: trial.Wrap, rank: int, world_size: int
 ) -> dict[str, str]:
-    """What is wrong with a trainer's gradients of zero, clipped: one that is None
-    afterward, or more bytes sent than those of each gradient, once.
+    """What is wrong after gradients of zero are clipped: a gradient that is None, a
+    weight that has changed, or more bytes sent than those of each gradient, once.
     """
     module, [batch] = trial.SmallModule(), trial.draw_batches(world_size)[rank]
-    wrapped = wrap(module)
+    wrapped, start = wrap(module), trial.SmallModule().state_dict()
     (0 * wrapped(batch.inputs).sum()).backward()
     once = sum(p.grad.nbytes for p in module.parameters())
     with RecordedCollectives() as watch:
@@ -202,6 +202,8 @@ def after_a_loss_of_zero(
     for name, parameter in module.named_parameters():
         if parameter.grad is None:
             return {"zeros_stay": f"{name}.grad is None, and was zeros"}
+        if not parameter.equal(start[name]):
+            return {"weights_stay": f"{name} has changed"}
     return {"sent_once": f"{sent:.1f} times all gradients"} if sent > 1.5 else {}
 
 

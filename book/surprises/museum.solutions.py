@@ -83,3 +83,7 @@ class InTwoCalls(ClipBeforeSync):
 # norm = → for p in self.module.parameters():
 #             p.grad = p.grad if p.grad is not None and p.grad.any() else None
 #         norm =
+
+
+# %% check_trainer blind norm . 1e-06: far below a norm
+# %% check_trainer blind clamped: what is clipped is not above 10

@@ -29,7 +29,8 @@ from exercise_cells import (
 from mutations import Mutant, mutants_around, mutants_of
 from persistent_ranks import persistent_ranks
 
-MOST = 24  # mutants of a code, evenly chosen; fewer for a check that takes seconds
+MOST = 16  # mutants of a code, evenly chosen
+# Checks that take seconds: as many mutants of the code, and as many around it.
 FEW = dict.fromkeys(
     (
         *("check_findings", "check_script", "check_missing", "check_report", "check_step"),
@@ -50,15 +51,15 @@ def staying() -> Iterator[None]:
 
 
 def mutants(solution: Solution, answer: object) -> list[Mutant]:
-    most = FEW.get(solution.check, MOST)
+    few = FEW.get(solution.check)
     source = answer if isinstance(answer, str) else solution.source  # a script is its own code
     of_code = list({mutant.source: mutant for mutant in mutants_of(source)}.values())
-    of_code = of_code[:: -(-len(of_code) // most)]
+    of_code = of_code[:: -(-len(of_code) // (few or MOST))]
     same = solution.source
     if isinstance(answer, str):
         return [m._replace(source=same, around=lambda _, code=m.source: code) for m in of_code]
     around = [m._replace(source=same) for m in mutants_around(same)]
-    return of_code + around[:: -(-len(around) // most) or 1]
+    return of_code + (around[:: -(-len(around) // few)] if few and around else around)
 
 
 def wrong_answers(first: Solution, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:

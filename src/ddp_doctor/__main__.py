@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--version", action="version", version=f"ddp-doctor {__version__}")
-    add("--folder", default="ddp-doctor", help="where report.html goes (ddp-doctor)")
+    add("--folder", default="ddp-doctor", help="where report.txt goes (ddp-doctor)")
     add("--json", metavar="PATH", help="also write the report as JSON")
     add(
         "--junit",

@@ -107,7 +107,7 @@ def test_one_line_in_a_notebook_cell_reports_below_the_cell_that_trains(tmp_path
     assert "loss_not_divided_by_accumulation" in shown[2]
     assert "<cell>:3" in shown[2]
     assert shown[3] == "torch._tensor\n"  # one report only; torch is as it was
-    assert (tmp_path / "ddp-doctor" / "report.html").exists()
+    assert (tmp_path / "ddp-doctor" / "report.txt").exists()
 
 
 def _text(cell: Any) -> str:

@@ -122,20 +122,29 @@ def _in_step(run: Run) -> Line:
 
 
 def _micro_batches(run: Run) -> list[Line]:
-    """How many backwards a step has, and in which a wrapper averages."""
-    windows = [window for window in run.complete if window.trains]
-    counts = sorted({len(fact["backwards"]) for window in windows for fact in window.facts})
-    if not windows or counts[-1] < 2:
+    """How many backwards a step has, in which a wrapper averages, and what zero_grad clears."""
+    steps = [window.facts for window in run.complete if window.trains]
+    facts = [fact for of_ranks in steps for fact in of_ranks]
+    counts = sorted({len(fact["backwards"]) for fact in facts})
+    cleared = [most for of in steps if (most := max(fact["cleared"] for fact in of))]
+    kept = [most for of in steps if (most := max(fact["leftover"] for fact in of))]
+    if not facts or not (counts[-1] > 1 or cleared or kept):
         return []
     shown = number(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    text = f"{shown} backwards per optimizer step"
-    flags = [synchronized(fact) for window in windows for fact in window.facts]
+    text = f"{shown} backward{'s' * (shown != '1')} per optimizer step"
+    flags = [synchronized(fact) for fact in facts]
     if run.world > 1 and all(flags):
         if all(all(each) for each in flags):
             text += ", each synchronized by the wrapper, where the last one would be enough"
         elif all(each[-1] and not any(each[:-1]) for each in flags):
             text += ", synchronized by the wrapper in the last one"
-    return [Line("backwards", text, {"backwards": counts})]
+    of = f"of {len(steps)} observed steps"
+    if cleared:
+        text += f"; in {len(cleared)} {of}, zero_grad cleared the gradients of "
+        text += f"{_many(max(cleared), 'backward')} before them"
+    if kept:
+        text += f"; in {len(kept)} {of}, they added to the gradients of the step before"
+    return [Line("backwards", text, {"backwards": counts, "cleared": cleared, "kept": kept})]
 
 
 def _replicas(run: Run) -> list[Line]:

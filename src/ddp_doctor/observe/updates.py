@@ -58,8 +58,6 @@ def _clipped(
         norm=float(result.detach()) if known else None,
         limit=float(limit) if isinstance(limit, int | float) and kind != "total" else None,
         sharded=sharded,
-        scale=recorder.scale_of_gradients(),
-        backwards=recorder.so_far(),
         collectives=len(recorder.window["collectives"]),
         place=place(),
     )

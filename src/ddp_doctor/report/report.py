@@ -1,6 +1,5 @@
-"""The report: one screen on the terminal, a page, JSON."""
+"""The report: one screen on the terminal, all of it in a file, JSON."""
 
-import html
 import json
 import os
 import shutil
@@ -22,23 +21,7 @@ from ddp_doctor.report.junit import as_junit
 
 VERSION = 2
 LINES = 44  # on the terminal
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>ddp-doctor</title>
-<style>
-:root {{ color-scheme: light dark; }}
-pre {{ font: 14px/1.45 ui-monospace, monospace; margin: 2rem auto; max-width: 60rem;
-  overflow-x: auto; }}
-</style>
-</head>
-<body><pre>
-{text}
-</pre></body>
-</html>
-"""
+FILE = "report.txt"
 NOTHING = (
     "ddp-doctor: no rank was observed: no process joined a group, wrapped a model, or took an "
     "optimizer step.\nIf the script trains in processes that another program starts, put this on "
@@ -112,7 +95,7 @@ class Report:
         return said
 
     def as_text(self, width: int = 100, whole: bool = False) -> str:
-        """At most `LINES` lines, unless `whole`; what does not fit is on the page."""
+        """At most `LINES` lines, unless `whole`; what does not fit is in the file."""
         width = max(60, min(width, 110))
         head = "ddp-doctor, a report so far: " if self.run.hung else "ddp-doctor: "
         head += f"{len(self.run.ranks)} of {self.run.world} ranks, "
@@ -129,7 +112,7 @@ class Report:
                 continue
             out += block
         if left:
-            out += ["", f"… and {left} more, in the page."]
+            out += ["", f"… and {left} more, in {FILE}."]
         for said in self.conclusion:
             out += ["", *textwrap.wrap(said, width)]
         for note in self.run.notes if whole else self.run.notes[:3]:
@@ -195,7 +178,7 @@ def make_report(folder: Path, live: bool = False, certificate: Certificate | Non
 
 
 def report(run_folder: Path, options: Options, live: bool = False, waited: bool = False) -> Report:
-    """Merge, print, and write the page and the JSON. What cannot be written is said in one line.
+    """Merge, print, and write the files. What cannot be written is said in one line.
 
     `live`: ranks seem stuck (see `make_report`). `waited`: there was one before.
     """
@@ -214,15 +197,17 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
 
 
 def write_report(result: Report, options: Options, folder: Path, silent: bool = False) -> None:
-    """Print a report, and write its page and JSON. `silent`: print only what cannot be written."""
+    """Print a report, and write its files. `silent`: print only what cannot be written."""
     width = shutil.get_terminal_size((100, 24)).columns
     if result.certificate is not None and not silent:
         tell(result.certificate.as_text(max(60, min(width, 110))))
     if result.run.ranks and not silent:
         tell(result.as_text(width))
     if result.run.ranks or result.certificate is not None:
-        path = folder / "report.html"
-        if _write(path, _page(result)) and not silent:
+        certificate = [result.certificate.as_text()] if result.certificate is not None else []
+        texts = [*certificate, *([result.as_text(whole=True)] if result.run.ranks else [])]
+        path = folder / FILE
+        if _write(path, "\n\n".join(texts) + "\n") and not silent:
             shown = os.path.relpath(path)
             say(f"{path if shown.startswith('..') else shown}")
     if options.json:
@@ -241,13 +226,6 @@ def _write(path: Path, text: str) -> bool:
         say(f"could not write {path} ({error}).")
         return False
     return True
-
-
-def _page(report: Report) -> str:
-    """All of the report, as one self-contained page."""
-    certificate = [report.certificate.as_text()] if report.certificate is not None else []
-    texts = [*certificate, *([report.as_text(whole=True)] if report.run.ranks else [])]
-    return PAGE.format(text=html.escape("\n\n".join(texts)))
 
 
 def _left_early(run_folder: Path) -> bool:

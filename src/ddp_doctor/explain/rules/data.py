@@ -47,14 +47,12 @@ def _where(fact: WindowFact) -> str:
 def _overlap(run: Run) -> Iterator[Finding]:
     """Ranks read the same rows in another order: each walks through the whole data set.
 
-    Right if each rank trains on its own slice of what it reads, or draws with replacement. Ranks
-    that read other parts of the data have no rows in common, however few of them were seen. A
-    custom sampler may be endless by design: then a whole epoch has to show the overlap.
+    Right if each rank trains on its own slice of what it reads, or draws with replacement, or if a
+    custom sampler decides. Ranks that read other parts of the data have no rows in common, however
+    few of them were seen.
     """
-    loaders = [
-        loader for loader in run.ranks[0].facts["loader"] if loader["grad"] and loader["length"]
-    ]
-    if not loaders or loaders[0]["sharded"] or loaders[0]["replacement"]:
+    loaders = [one for one in run.ranks[0].facts["loader"] if one["grad"] and one["length"]]
+    if not loaders or not loaders[0]["usual"]:
         return
     whole = loaders[0]["length"] or 0
     if any(not rank.facts["batch"] or _sliced(rank) for rank in run.ranks):
@@ -66,8 +64,7 @@ def _overlap(run: Run) -> Iterator[Finding]:
     other = min(read[1:], key=lambda rows: len(rows & read[0]))  # if it shares rows, all ranks do
     # Two random parts of one data set have about this many rows in common.
     common, expected = len(other & read[0]), len(other) * len(read[0]) / whole
-    usual = loaders[0]["inner"] in ("RandomSampler", "SequentialSampler")
-    if expected < 8 or common < 0.5 * expected or not (usual or expected > 0.9 * whole):
+    if expected < 8 or common < 0.5 * expected:
         return
     yield finding(
         "same_data_on_ranks",
@@ -93,18 +90,10 @@ def _sliced(rank: Rank) -> bool:
     Rows of a forward are those of its largest input; without a wrapper, those of a loss. Many more
     rows than the batch has are other units (tokens), which tells nothing.
     """
-    seen = [
-        shape[0]
-        for fact in rank.windows
-        for group in fact["inputs"]
-        for *_, shape in group
-        if shape
-    ] or [
-        term["rows"]
-        for fact in rank.windows
-        for backward in fact["backwards"]
-        for term in backward.get("terms", ())
-    ]
+    inputs = [group for fact in rank.windows for group in fact["inputs"]]
+    seen = [shape[0] for group in inputs for *_, shape in group if shape]
+    backwards = [backward for fact in rank.windows for backward in fact["backwards"]]
+    seen = seen or [term["rows"] for one in backwards for term in one.get("terms", ())]
     size = max(batch["size"] for batch in rank.facts["batch"])
     return not seen or not 0.75 * size <= max(seen) <= 2.5 * size
 
@@ -116,11 +105,7 @@ def datasets_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
     Right if each rank loads its own part and no sampler splits it again.
     """
     loaders: list[list[LoaderFact]] = [
-        [
-            loader
-            for loader in rank.facts["loader"]
-            if loader["sharded"] and loader["content"] is not None and (loader["replicas"] or 2) > 1
-        ]
+        [one for one in rank.facts["loader"] if one["content"] and (one["replicas"] or 1) > 1]
         for rank in run.ranks
     ]
     if run.world < 2 or len(loaders) < run.world:

@@ -1,99 +1,16 @@
-"""What a script does between backward and the update: clears, clips, unscales, skips, schedules."""
+"""What a script does between backward and the update: clips, unscales, skips, schedules."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
-from ddp_doctor.explain.combination import rescaled, untouched
+from ddp_doctor.explain.combination import rescaled
 from ddp_doctor.explain.findings import Finding, finding, rule
 from ddp_doctor.explain.numbers import alike, near, number
-from ddp_doctor.explain.steps import Step, by_optimizer
-from ddp_doctor.facts.merged import Run, Window, so_far
+from ddp_doctor.explain.steps import Step
+from ddp_doctor.facts.merged import Run, Window
 from ddp_doctor.facts.types import ClipFact, ScheduleFact, WindowFact
-
-
-@rule("micro_batches_discarded")
-def micro_batches_discarded(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """zero_grad runs between the micro-batches of one step, so all but the last ones are lost.
-
-    Right if the lost backwards are not micro-batches: another call made them (an attack on the
-    inputs), they see the same data (SAM), or the script keeps their gradients somewhere and writes
-    the result into `.grad`. Right if it is rare: a batch with a NaN is skipped.
-    """
-    kinds = {(one.window.n, one.window.optimizer): one.combination.kind for one in steps}
-
-    def lost(window: Window, fact: WindowFact) -> int:
-        measured = kinds.get((window.n, window.optimizer)) in ("averaged", "summed", "scaled")
-        return _lost(window, fact) if measured or untouched(fact) else 0
-
-    for windows in by_optimizer(run.complete).values():
-        for window, rank, fact, count, often in _usual(windows, lost):
-            yield finding(
-                "micro_batches_discarded",
-                f"Step {window.n}, rank {rank}: {count + len(fact['backwards'])} micro-batches ran "
-                f"backward, and zero_grad() cleared the gradients of {count} of them before the "
-                f"optimizer stepped. {often}",
-                fact["backwards"][-1]["place"],
-                "Call optimizer.zero_grad() once per step: right after optimizer.step(), or before "
-                "the first micro-batch.",
-            )
-
-
-def _usual(
-    windows: list[Window], count: Callable[[Window, WindowFact], int]
-) -> Iterator[tuple[Window, int, WindowFact, int, str]]:
-    """The first window and rank for which there is something to count, if most windows have one."""
-    found = [
-        (window, rank, fact, counted)
-        for window in windows
-        for rank, fact in window
-        if (counted := count(window, fact))
-    ]
-    seen = len({window.n for window, *_ in found})
-    if seen > 1 and 2 * seen > len(windows):
-        yield *found[0], f"Seen in {seen} of {len(windows)} observed steps."
-
-
-def _lost(window: Window, fact: WindowFact) -> int:
-    """How many micro-batches of this window zero_grad has cleared."""
-    if not fact["backwards"]:
-        return 0
-    last = fact["backwards"][-1]
-    lost = [
-        one
-        for one in fact["dropped"]
-        if one["optimizer"] == window.optimizer and one["call"] == last.get("call")
-    ]
-    inputs = [str(group) for group in fact["inputs"] if group]
-    if len(inputs) > 1:
-        return len(lost) if len(set(inputs)) == len(inputs) else 0
-    targets = [term["target"] for term in last.get("terms", ()) if "target" in term]
-    return len(lost) if all(one["targets"] and one["targets"] != targets for one in lost) else 0
-
-
-@rule("gradients_not_cleared")
-def gradients_not_cleared(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """Backward adds to the very gradients that the step before has used: nothing cleared them.
-
-    Right if a script does so on purpose, and then it changes them in between (a decay, what a
-    compression left over): only gradients that are the same as right after the step count.
-    """
-
-    def kept(window: Window, fact: WindowFact) -> int:
-        return 0 if "stepped_in_backward" in fact else window.leftover(fact)
-
-    for windows in by_optimizer(run.complete).values():
-        later = [window for window in windows[1:] if window.backwards]
-        for window, rank, fact, count, often in _usual(later, kept):
-            yield finding(
-                "gradients_not_cleared",
-                f"Step {window.n}, rank {rank}: when backward began, {count} parameters still held "
-                f"the previous step's gradient, and backward added to it. {often}",
-                fact["backwards"][0]["place"],
-                "optimizer.zero_grad() in every step: before the first backward, or right after "
-                "optimizer.step().",
-            )
 
 
 @rule("clipped_before_sync", "clipped_local_shards")
@@ -159,38 +76,6 @@ def _combines_later(fact: WindowFact, clip: ClipFact) -> bool:
 
 def _bites(clip: ClipFact) -> bool:
     return (clip["norm"] or 0) > (math.inf if clip["limit"] is None else clip["limit"])
-
-
-@rule("clipped_per_micro_batch", "clipped_before_unscale")
-def clipped_too_early(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """A clip cuts gradients after a micro-batch that is not the last one, or while they still carry
-    the GradScaler's factor.
-
-    Right if the limit is never reached before the last micro-batch. Right if scaler.unscale_ or a
-    division comes first: the gradients are then not what backward left. Right if the limit is
-    multiplied by the scale.
-    """
-    for window in run.complete:
-        for rank, fact in window:
-            for clip in filter(_bites, fact["clips"]):
-                norm, limit = number(clip["norm"] or 0), clip["limit"] or 0
-                at, micros = f"Step {window.n}, rank {rank}:", len(fact["backwards"])
-                if clip["kind"] == "norm" and 0 < so_far(clip, window) < micros:
-                    yield finding(
-                        "clipped_per_micro_batch",
-                        f"{at} after {so_far(clip, window)} of {micros} micro-batches, a clip cut "
-                        f"the norm from {norm} to {number(limit)}.",
-                        clip["place"],
-                        "Clip once per step: after the last micro-batch, before optimizer.step().",
-                    )
-                if 1 != clip["scale"] > limit and untouched(fact):
-                    yield finding(
-                        "clipped_before_unscale",
-                        f"{at} the norm {norm} at the clip carries the loss scale "
-                        f"{number(clip['scale'])}; the limit {number(limit)} does not.",
-                        clip["place"],
-                        "scaler.unscale_(optimizer) before the clip.",
-                    )
 
 
 @rule("rank_skipped_step")

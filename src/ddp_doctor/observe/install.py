@@ -23,8 +23,7 @@ PARTS = (collectives, wrappers, optimizers, losses, backward, updates, data, ran
 
 def install(session: Session) -> Patches:
     """Observe everything from now on. Called again after `undo`, it continues the same record."""
-    recorder = session.recorder if isinstance(session.recorder, Recorder) else Recorder(session)
-    session.recorder = recorder
+    recorder = session.recorder = session.recorder or Recorder(session)
     patches = Patches(session.guard)
     for part in PARTS:
         part.install(recorder, patches)

@@ -144,12 +144,6 @@ class Recorder:
             local = self.local.get(id(parameter))
             snapshot["local"][name] = None if local is None or math.isnan(local) else local
 
-    def expects_own_reduction(self) -> bool:
-        """Whether `before_own_reduction` would change anything."""
-        return self.in_backward > 0 or any(
-            state.snapshot is not None or not state.reduced for state in self.optimizers.values()
-        )
-
     def before_own_reduction(self, optimizer: int | None, name: str = "") -> None:
         """The script is about to combine gradients: one by name, or all of one optimizer, or None
         for all.

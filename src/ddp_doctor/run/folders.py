@@ -23,4 +23,4 @@ def own_folder(path: Path) -> Path:
         problem = "is open to other users"
     else:
         return path
-    raise PermissionError(f"{path} {problem}.")
+    raise PermissionError(f"{path} {problem}")

@@ -140,9 +140,7 @@ def _run_folder(options: Options) -> Path | None:
         probe.write_bytes(b"x" * 4096)
         probe.unlink()
     except OSError as error:
-        say(
-            f"cannot write to its folder ({error}). Pass another one as --folder; your run goes on."
-        )
+        say(f"nothing is observed: {error}. Pass another --folder; your run goes on.")
         return None
     return run
 

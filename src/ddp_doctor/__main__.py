@@ -37,12 +37,6 @@ def parser() -> argparse.ArgumentParser:
     add("--folder", default="ddp-doctor", help="where report.txt goes (ddp-doctor)")
     add("--json", metavar="PATH", help="also write the report as JSON")
     add(
-        "--junit",
-        metavar="PATH",
-        help="also write it as JUnit XML: a test case per property and finding, which fails where "
-        "--fail-on (error) would",
-    )
-    add(
         "--fail-on",
         choices=["error", "warning"],
         help="exit with 3 if this is found, or 4 if not everything could be checked; torchrun then "

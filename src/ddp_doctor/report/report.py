@@ -17,7 +17,6 @@ from ddp_doctor.facts.certificate import Certificate
 from ddp_doctor.facts.journal import alive, read, write_whole
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.options import Options, say, tell
-from ddp_doctor.report.junit import as_junit
 
 VERSION = 2
 LINES = 44  # on the terminal
@@ -212,10 +211,6 @@ def write_report(result: Report, options: Options, folder: Path, silent: bool = 
             say(f"{path if shown.startswith('..') else shown}")
     if options.json:
         _write(Path(options.json), json.dumps(result.as_json(), indent=2) + "\n")
-    if options.junit:
-        unchecked = result.verdict()["unchecked"]
-        text = as_junit(result.certificate, result.findings, unchecked, options.fail_on)
-        _write(Path(options.junit), text)
 
 
 def _write(path: Path, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""The report: one screen on the terminal, all of it in a file, JSON."""
+"""The report: on the terminal, in a file, and as JSON."""
 
 import json
 import os
@@ -19,8 +19,6 @@ from ddp_doctor.facts.merged import Run
 from ddp_doctor.options import Options, say, tell
 
 VERSION = 2
-LINES = 44  # on the terminal
-FILE = "report.txt"
 NOTHING = (
     "ddp-doctor: no rank was observed: no process joined a group, wrapped a model, or took an "
     "optimizer step.\nIf the script trains in processes that another program starts, put this on "
@@ -85,7 +83,7 @@ class Report:
         """What was not checked, and what was not measured; each a paragraph."""
         said = []
         if self.run.not_checked:
-            said.append(f"Not everything was checked: {'; '.join(self.run.not_checked[:4])}.")
+            said.append(f"Not everything was checked: {'; '.join(self.run.not_checked)}.")
         if self.not_measured:
             said.append(f"Not measured: {'; '.join(self.not_measured)}.")
         wrong = self.certificate is not None and self.certificate.verdict in ("scaled", "different")
@@ -93,8 +91,8 @@ class Report:
             said.append("No rule names the cause.")
         return said
 
-    def as_text(self, width: int = 100, whole: bool = False) -> str:
-        """At most `LINES` lines, unless `whole`; what does not fit is in the file."""
+    def as_text(self, width: int = 100) -> str:
+        """All of it; a line has at most `width` characters, which is at least 60."""
         width = max(60, min(width, 110))
         head = "ddp-doctor, a report so far: " if self.run.hung else "ddp-doctor: "
         head += f"{len(self.run.ranks)} of {self.run.world} ranks, "
@@ -103,18 +101,11 @@ class Report:
         for line in self.observed.lines:
             first = f"  {line.name:<10} "
             out += textwrap.wrap(line.text, width, initial_indent=first, subsequent_indent=" " * 13)
-        left = 0
         for finding in self.findings:
-            block = _block(finding, width)
-            if not whole and len(out) + len(block) > LINES - 4:
-                left += 1
-                continue
-            out += block
-        if left:
-            out += ["", f"… and {left} more, in {FILE}."]
+            out += _block(finding, width)
         for said in self.conclusion:
             out += ["", *textwrap.wrap(said, width)]
-        for note in self.run.notes if whole else self.run.notes[:3]:
+        for note in self.run.notes:
             out += textwrap.wrap(note, width)
         return "\n".join([*out, "─" * width])
 
@@ -183,10 +174,9 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
     """
     result = make_report(run_folder, live)
     if waited and not HANGS & {finding.code for finding in result.findings}:
-        result.run.notes.insert(
-            0,  # the terminal shows the first three
+        result.run.notes.append(
             f"Ranks made no progress for {options.hang_after:g} s, then continued: ignore the hang "
-            "report above.",
+            "report above."
         )
     silent = options.quiet and not result.findings and not waited
     if not result.run.ranks and not (silent or _left_early(run_folder)):
@@ -197,18 +187,16 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
 
 def write_report(result: Report, options: Options, folder: Path, silent: bool = False) -> None:
     """Print a report, and write its files. `silent`: print only what cannot be written."""
-    width = shutil.get_terminal_size((100, 24)).columns
-    if result.certificate is not None and not silent:
-        tell(result.certificate.as_text(max(60, min(width, 110))))
-    if result.run.ranks and not silent:
-        tell(result.as_text(width))
-    if result.run.ranks or result.certificate is not None:
-        certificate = [result.certificate.as_text()] if result.certificate is not None else []
-        texts = [*certificate, *([result.as_text(whole=True)] if result.run.ranks else [])]
-        path = folder / FILE
-        if _write(path, "\n\n".join(texts) + "\n") and not silent:
-            shown = os.path.relpath(path)
-            say(f"{path if shown.startswith('..') else shown}")
+    width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 110))
+    texts = [result.certificate.as_text(width)] if result.certificate is not None else []
+    texts += [result.as_text(width)] if result.run.ranks else []
+    if not silent:
+        for text in texts:
+            tell(text)
+    path = folder / "report.txt"
+    if texts and _write(path, "\n".join(texts) + "\n") and not silent:
+        shown = os.path.relpath(path)
+        say(f"{path if shown.startswith('..') else shown}")
     if options.json:
         _write(Path(options.json), json.dumps(result.as_json(), indent=2) + "\n")
 

@@ -389,7 +389,7 @@ def test_fail_on_sets_the_exit_code_if_an_error_is_found_or_nothing_was_checked(
 ) -> None:
     launch = "python" if ranks == 1 else "torchrun"
     looked = server.run(script(text, ranks, launch), True, options=("--fail-on", "error"))
-    assert looked.codes == [expected] * ranks, looked.errors
+    assert looked.codes == [expected, 0][:ranks], looked.errors  # the first one reports
     assert ("not everything was checked: " + said in looked.errors) == bool(said)
 
 

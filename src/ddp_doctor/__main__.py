@@ -23,9 +23,7 @@ from ddp_doctor.run.script import problem_with, run_script
 from ddp_doctor.run.start import start
 from ddp_doctor.run.watcher import VERDICT
 
-# Seconds without a sign of a rank that the leader waits for the report, which may wait for a rank of
-# another host itself.
-VERDICT_AFTER = 150.0
+VERDICT_AFTER = 150.0  # seconds; longer than the watcher waits for a rank of another host
 
 
 def parser() -> argparse.ArgumentParser:

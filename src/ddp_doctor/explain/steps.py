@@ -179,10 +179,6 @@ def _share(term: TermFact) -> float:
     return factor * term["count"] if term["reduction"] == "sum" else factor
 
 
-def by_optimizer(steps: list[Any]) -> dict[int, list[Any]]:
-    """Windows, or steps, of each optimizer."""
-    found: dict[int, list[Any]] = {}
-    for one in steps:
-        window = one.window if isinstance(one, Step) else one
-        found.setdefault(window.optimizer, []).append(one)
-    return found
+def firsts(steps: list[Step]) -> list[Step]:
+    """The first step of each optimizer: a certificate compares that one."""
+    return list({step.window.optimizer: step for step in reversed(steps)}.values())

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ddp_doctor.explain.findings import MICRO_BATCHES, Finding, Prediction, finding, rule
 from ddp_doctor.explain.numbers import alike, near, number
 from ddp_doctor.explain.rules.pairs import gathers_of
-from ddp_doctor.explain.steps import Entry, Step, Term, by_optimizer
+from ddp_doctor.explain.steps import Entry, Step, Term, firsts
 from ddp_doctor.facts.merged import Run, so_far
 from ddp_doctor.facts.types import CollectiveFact, ScalingFact, uneven
 
@@ -47,11 +47,11 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
         if not found:
             continue
         worst = max(found, key=lambda case: case[0])
-        compared = [id(step) for step in _firsts(steps)]
-        firsts = [case for case in found if id(case[1]) in compared]
-        ratio, step, term, parts = firsts[0] if firsts else worst
+        compared = [id(step) for step in firsts(steps)]
+        early = [case for case in found if id(case[1]) in compared]
+        ratio, step, term, parts = early[0] if early else worst
         predicts = _shares(parts) if what == "ranks" else WITHIN_A_RANK
-        if not firsts:
+        if not early:
             predicts = replace(predicts, outside=predicts.outside or "later steps")
         seen = len({case[1].window.n for case in found})
         counts = ", ".join(number(one.count) for one in parts[:8])
@@ -114,14 +114,9 @@ def world_size(run: Run, steps: list[Step]) -> Iterator[Finding]:
     Right if the factors cancel: a sum over the ranks of losses that are divided by the items of
     all; an average of such losses times W. Right if the loss that is meant has the factor.
     """
-    for step in _firsts(steps) if run.world > 1 and run.weighed else ():
+    for step in firsts(steps) if run.world > 1 and run.weighed else ():
         if step.combination.kind in ("averaged", "summed", "scaled"):
             yield from _of_world_size(step, step.main)
-
-
-def _firsts(steps: list[Step]) -> list[Step]:
-    """The first step of each optimizer: a certificate compares that one."""
-    return [own[0] for own in by_optimizer(steps).values()]
 
 
 def _of_world_size(step: Step, term: Term | None) -> Iterator[Finding]:
@@ -276,7 +271,7 @@ def loss_not_divided_by_accumulation(run: Run, steps: list[Step]) -> Iterator[Fi
     Right if the sum is meant, as with several losses of one batch. How many micro-batches a script
     takes is no part of what --certify compares.
     """
-    for step in _firsts(steps) if run.weighed else ():
+    for step in firsts(steps) if run.weighed else ():
         term = step.main
         if term is None or term.reduction != "mean" or not term.is_loss or not _plain(term):
             continue

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from ddp_doctor.explain.combination import FITS, Combination, rescaled
 from ddp_doctor.explain.numbers import alike, number
 from ddp_doctor.explain.rules.combining import synchronized
+from ddp_doctor.explain.rules.updates import shortens
 from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Run, Window
-from ddp_doctor.facts.types import ClipFact
 
 DIVISION = "whether each rank's loss is divided by the right number"
 
@@ -70,7 +70,7 @@ def _gradients(run: Run, steps: list[Step]) -> Line:
     factors = [rescaled(s.window.facts) for s in steps if s.combination.kind == kind]
     if kind in ("averaged", "summed") and not alike(factors, 1e-3):
         text += "; then scaled by another factor in each step, as a clip does"
-    elif any(map(_shortens, (clip for s in steps for f in s.window.facts for clip in f["clips"]))):
+    elif any(map(shortens, (clip for s in steps for f in s.window.facts for clip in f["clips"]))):
         text += "; then clipped"
     if run.differing_scales:
         text += "; then each rank divides by its own loss scale"
@@ -140,10 +140,10 @@ def _micro_batches(run: Run) -> list[Line]:
             text += ", synchronized by the wrapper in the last one"
     of = f"of {len(steps)} observed steps"
     if cleared:
-        text += f"; in {len(cleared)} {of}, zero_grad cleared the gradients of "
-        text += f"{_many(max(cleared), 'backward')} before them"
+        earlier = _many(max(cleared), "earlier backward")
+        text += f"; in {len(cleared)} {of}, zero_grad cleared what {earlier} had left"
     if kept:
-        text += f"; in {len(kept)} {of}, they added to the gradients of the step before"
+        text += f"; in {len(kept)} {of}, the gradients of the step before were still there"
     return [Line("backwards", text, {"backwards": counts, "cleared": cleared, "kept": kept})]
 
 
@@ -248,10 +248,6 @@ def _finite(run: Run) -> Line:
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-def _shortens(clip: ClipFact) -> bool:
-    return clip["kind"] == "value" or (clip["norm"] or 0.0) > (clip["limit"] or math.inf)
 
 
 def unused(windows: list[Window]) -> set[str]:

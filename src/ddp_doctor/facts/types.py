@@ -68,7 +68,6 @@ class ClipFact(TypedDict):
     kind: str  # norm or value
     norm: float | None
     limit: float | None
-    sharded: bool
     collectives: int  # how many were called before it
     place: str
 

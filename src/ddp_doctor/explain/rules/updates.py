@@ -9,34 +9,45 @@ from ddp_doctor.explain.combination import rescaled
 from ddp_doctor.explain.findings import Finding, finding, rule
 from ddp_doctor.explain.numbers import alike, near, number
 from ddp_doctor.explain.steps import Step
-from ddp_doctor.facts.merged import Run, Window
+from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import ClipFact, ScheduleFact, WindowFact
 
 
-@rule("clipped_before_sync", "clipped_local_shards")
-def clipped_by_own_norms(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """The ranks' norms at a clip differ: gradients are clipped before they are combined, or each
-    rank has clipped its own shards.
+@rule("clipped_local_shards")
+def clipped_local_shards(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """Between backward and the update, each rank has scaled its own shards by another factor.
 
-    Right if the norms are equal on all ranks: the gradients were combined before, or the norm is
-    that of all shards, as clip_grad_norm_ finds it for DTensors.
+    Right if the norm is that of all shards, as clip_grad_norm_ finds it for DTensors: the factors
+    are equal then.
     """
     for window in run.complete if run.world > 1 else ():
         factors = [rescaled([fact]) for fact in window.facts]
         if window.sharded and not alike(factors, 1e-3):
-            shown = "each rank has scaled its shards by a factor of its own"
-            yield _local_shards(window, shown, factors, window.first["step_place"])
-        clips = [fact["clips"] for fact in window.facts]
+            yield finding(
+                "clipped_local_shards",
+                f"Step {window.n}: the parameters are sharded, and between backward and the update "
+                f"each rank has scaled its shards by a factor of its own "
+                f"({', '.join(map(number, factors[:8]))}).",
+                window.first["step_place"],
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "
+                "model.clip_grad_norm_(limit) with FullyShardedDataParallel.",
+            )
+            return
+
+
+@rule("clipped_before_sync")
+def clipped_before_sync(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """Gradients are clipped by value, or by norms that differ on the ranks, and combined later.
+
+    Right if the norms are equal on all ranks, or below the limit.
+    """
+    for window in run.complete if run.world > 1 and not run.split else ():
+        clips = [fact["clips"] for fact in window.facts if not window.sharded]
         for ones in zip(*clips, strict=True) if len(set(map(len, clips))) == 1 else ():
-            norms = [clip["norm"] for clip in ones if clip["norm"] is not None]
+            norms = [clip["norm"] or 0.0 for clip in ones]
             by_value = ones[0]["kind"] == "value"
-            if not by_value and (len(norms) < len(ones) or alike(norms, 1e-5)):
-                continue
-            if window.sharded or run.split:
-                if not by_value and not ones[0]["sharded"]:
-                    shown = "the norms at the clip are each rank's own"
-                    yield _local_shards(window, shown, norms, ones[0]["place"])
-            elif any(_combines_later(fact, ones[0]) for fact in window.facts):
+            cut = by_value or (not alike(norms, 1e-5) and any(map(shortens, ones)))
+            if cut and any(_combines_later(fact, ones[0]) for fact in window.facts):
                 shown = f"by their norms, {', '.join(map(number, norms[:8]))}"
                 yield finding(
                     "clipped_before_sync",
@@ -45,19 +56,13 @@ def clipped_by_own_norms(run: Run, steps: list[Step]) -> Iterator[Finding]:
                     f"is not the clipped mean.",
                     ones[0]["place"],
                     "Clip after the all-reduce, right before optimizer.step().",
-                    None if by_value or any(map(_bites, ones)) else "note",
                 )
+                return
 
 
-def _local_shards(window: Window, what: str, numbers: list[float], place: str) -> Finding:
-    return finding(
-        "clipped_local_shards",
-        f"Step {window.n}: the parameters are sharded, and between backward and the update {what} "
-        f"({', '.join(map(number, numbers[:8]))}).",
-        place,
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "
-        "model.clip_grad_norm_(limit) with FullyShardedDataParallel.",
-    )
+def shortens(clip: ClipFact) -> bool:
+    """Whether a clip has changed gradients, as far as is known of one by value."""
+    return clip["kind"] == "value" or (clip["norm"] or 0.0) > (clip["limit"] or math.inf)
 
 
 def _combines_later(fact: WindowFact, clip: ClipFact) -> bool:
@@ -72,10 +77,6 @@ def _combines_later(fact: WindowFact, clip: ClipFact) -> bool:
         call["op"] == "all_reduce" and call.get("what") in kinds and call.get("numel", 0) > 1
         for call in fact["collectives"][clip["collectives"] :]
     )
-
-
-def _bites(clip: ClipFact) -> bool:
-    return (clip["norm"] or 0) > (math.inf if clip["limit"] is None else clip["limit"])
 
 
 @rule("rank_skipped_step")

@@ -6,7 +6,7 @@ from itertools import pairwise
 from ddp_doctor.explain.findings import Finding, finding, rule
 from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Rank, Run
-from ddp_doctor.facts.types import LoaderFact, SamplerFact, WindowFact
+from ddp_doctor.facts.types import LoaderFact, WindowFact
 
 
 @rule("same_data_on_ranks")
@@ -155,28 +155,21 @@ def epoch_order_repeats(run: Run, steps: list[Step]) -> Iterator[Finding]:
 
     Right if the sampler does not shuffle, or is only used for evaluation, or if its seed changes.
     """
-    for rank in run.ranks:
-        passes: dict[int, list[SamplerFact]] = {}
-        for fact in rank.facts["sampler"]:
-            if fact["shuffle"] and fact["grad"]:
-                passes.setdefault(fact["sampler"], []).append(fact)
-        for facts in passes.values():
-            trained = [
-                (earlier, later)
-                for earlier, later in pairwise(facts)
-                if later["backwards"] > earlier["backwards"]
-                and (earlier["epoch"], earlier["seed"]) == (later["epoch"], later["seed"])
-            ]
-            if trained and len(trained) == len(facts) - 1:
-                yield finding(
-                    "epoch_order_repeats",
-                    f"Rank {rank.rank}: the sampler started {len(facts)} training epochs, all with "
-                    f"epoch = {facts[0]['epoch']}: every epoch has the same order and the same "
-                    f"split between the ranks.",
-                    facts[1]["place"],
-                    "sampler.set_epoch(epoch) at the start of every epoch.",
-                )
-                return
+    facts = [fact for rank in run.ranks[:1] for fact in rank.facts["sampler"]]
+    for sampler in dict.fromkeys(fact["sampler"] for fact in facts):
+        own = [f for f in facts if f["sampler"] == sampler and f["shuffle"] and f["grad"]]
+        orders = {(fact["epoch"], fact["seed"]) for fact in own}
+        trained = all(later["backwards"] > one["backwards"] for one, later in pairwise(own))
+        if len(own) > 1 and len(orders) == 1 and trained:
+            yield finding(
+                "epoch_order_repeats",
+                f"The sampler started {len(own)} training epochs, all with epoch = "
+                f"{own[0]['epoch']}: every epoch has the same order and the same split between the "
+                f"ranks.",
+                own[1]["place"],
+                "sampler.set_epoch(epoch) at the start of every epoch.",
+            )
+            return
 
 
 @rule("world_size_one")
@@ -189,26 +182,21 @@ def world_size_one(run: Run, steps: list[Step]) -> Iterator[Finding]:
     for rank in run.ranks:
         groups = rank.facts["group"]
         world = groups[-1]["world"] if groups else 1
-        samplers = [
-            (fact["replicas"], fact["place"])
-            for fact in (*rank.facts["sampler"], *rank.facts["loader"])
-            if (fact["replicas"] or 0) > world
-        ]
-        if samplers:
-            replicas, place = samplers[-1]
+        for fact in reversed((*rank.facts["sampler"], *rank.facts["loader"])):
+            if (fact["replicas"] or 0) <= world:
+                continue
             left = rank.process["environment"].get("LOCAL_RANK")
             yield finding(
                 "world_size_one",
-                f"Rank {rank.rank}: the sampler gives this process 1/{replicas} of the data, but "
-                f"its process group has {world} rank{'s' * (world != 1)}."
+                f"Rank {rank.rank}: the sampler gives this process 1/{fact['replicas']} of the "
+                f"data, but its process group has {world} rank{'s' * (world != 1)}."
                 + (f" LOCAL_RANK={left} was in the environment." if left is not None else ""),
-                place,
+                fact["place"],
                 "Start all ranks (torchrun, or devices=N in a fresh process). If an earlier run in "
                 "this process set LOCAL_RANK, run the second one in its own process.",
             )
             return
-    environment = run.ranks[0].process["environment"] if run.ranks else {}
-    claimed = int(environment.get("WORLD_SIZE", "1") or 1)
+    claimed = int(run.ranks[0].process["environment"].get("WORLD_SIZE") or 1) if run.ranks else 1
     if claimed > 1 and run.world == 1 and run.ranks[0].windows:
         yield finding(
             "world_size_one",

@@ -241,14 +241,6 @@ for step in range(3):
     whole = torch.cat(pieces)[: sum(p.numel() for p in net.parameters())]
     nn.utils.vector_to_parameters(whole, net.parameters())
 """,
-    "one step without labels is no wrong optimizer": WRAPPED
-    + """
-for step in range(6):
-    opt.zero_grad()
-    if step != 3:
-        loss_of(model, batch()).backward()
-    opt.step()
-""",
     "torchscript compiles what the doctor observes": WRAPPED
     + """
 @torch.jit.script

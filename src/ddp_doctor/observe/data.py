@@ -105,7 +105,8 @@ class _Data:
 
 def _replicas(loader: Any) -> int | None:
     """Into how many parts a sampler cuts the data; None without such a one."""
-    samplers, parts = [loader.sampler, loader.batch_sampler], []
+    samplers: list[Any] = [loader.sampler, loader.batch_sampler]
+    parts: list[Any] = []
     while samplers and len(parts) < 8:
         one = samplers.pop()
         own = getattr(one, "__dict__", {})  # of none that it wraps

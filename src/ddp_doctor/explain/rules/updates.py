@@ -39,15 +39,15 @@ def clipped_local_shards(run: Run, steps: list[Step]) -> Iterator[Finding]:
 def clipped_before_sync(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """Gradients are clipped by value, or by norms that differ on the ranks, and combined later.
 
-    Right if the norms are equal on all ranks, or below the limit.
+    Right if the norms are equal on all ranks. A note if they are below the limit.
     """
     for window in run.complete if run.world > 1 and not run.split else ():
         clips = [fact["clips"] for fact in window.facts if not window.sharded]
         for ones in zip(*clips, strict=True) if len(set(map(len, clips))) == 1 else ():
             norms = [clip["norm"] or 0.0 for clip in ones]
             by_value = ones[0]["kind"] == "value"
-            cut = by_value or (not alike(norms, 1e-5) and any(map(shortens, ones)))
-            if cut and any(_combines_later(fact, ones[0]) for fact in window.facts):
+            own = by_value or not alike(norms, 1e-5)
+            if own and any(_combines_later(fact, ones[0]) for fact in window.facts):
                 shown = f"by their norms, {', '.join(map(number, norms[:8]))}"
                 yield finding(
                     "clipped_before_sync",
@@ -56,6 +56,7 @@ def clipped_before_sync(run: Run, steps: list[Step]) -> Iterator[Finding]:
                     f"is not the clipped mean.",
                     ones[0]["place"],
                     "Clip after the all-reduce, right before optimizer.step().",
+                    None if any(map(shortens, ones)) else "note",
                 )
                 return
 

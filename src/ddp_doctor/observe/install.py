@@ -23,7 +23,8 @@ PARTS = (collectives, wrappers, optimizers, losses, backward, updates, data, ran
 
 def install(session: Session) -> Patches:
     """Observe everything from now on. Called again after `undo`, it continues the same record."""
-    recorder = session.recorder = session.recorder or Recorder(session)
+    recorder = session.recorder if isinstance(session.recorder, Recorder) else Recorder(session)
+    session.recorder = recorder
     patches = Patches(session.guard)
     for part in PARTS:
         part.install(recorder, patches)

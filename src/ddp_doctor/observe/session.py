@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ddp_doctor.facts.journal import Journal, read_statuses
 from ddp_doctor.facts.places import is_users, stack
@@ -24,9 +24,18 @@ from ddp_doctor.options import Options, say
 
 if TYPE_CHECKING:
     from ddp_doctor.observe.patching import Patches
-    from ddp_doctor.observe.recorder import Recorder
 
 LOOK_AGAIN = 4  # steps that are observed after a change
+
+
+class Record(Protocol):
+    """The methods that a session calls on its recorder, `observe.recorder.Recorder`."""
+
+    def begin(self) -> None:
+        """Forget everything: this process has seen nothing yet."""
+
+    def finish(self) -> None:
+        """Write down what is only known at the end."""
 
 
 class Session:
@@ -46,7 +55,7 @@ class Session:
         self._inside = threading.local()
         self._closed = False
         self.patches: Patches | None = None
-        self.recorder: Recorder | None = None  # set by `observe.install`
+        self.recorder: Record | None = None  # set by `observe.install`
         self.step_count = self._look_until = 0
         self.observing = True
         os.register_at_fork(after_in_child=self._begin_again)

@@ -36,12 +36,13 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
         ("unequal_denominators_accumulation", "micro-batches"),
     ):
         found = [
-            (max(weights) / min(weights), step, term, parts)
+            (max(weights) / min(weights), step, term, parts, by)
             for step in steps
             for term in step.terms
             if term.is_loss or term is step.main
             for parts in (_groups(step, term, what) if run.weighed or what != "ranks" else ())
-            for weights in [_own_weights(term, parts)]
+            for by in [_divided_by(step, parts) if what == "ranks" else []]
+            for weights in [_own_weights(term, parts, by)]
             if max(weights) / min(weights) > 1.003
         ]
         if not found:
@@ -49,17 +50,20 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
         worst = max(found, key=lambda case: case[0])
         compared = [id(step) for step in firsts(steps)]
         early = [case for case in found if id(case[1]) in compared]
-        ratio, step, term, parts = early[0] if early else worst
+        ratio, step, term, parts, by = early[0] if early else worst
         predicts = _shares(parts) if what == "ranks" else WITHIN_A_RANK
         if not early:
             predicts = replace(predicts, outside=predicts.outside or "later steps")
         seen = len({case[1].window.n for case in found})
         counts = ", ".join(number(one.count) for one in parts[:8])
+        how = "has the same weight"
+        if by:
+            how = f"is divided by a number of its own, {', '.join(map(number, by[:8]))}"
         yield finding(
             code,
-            f"Step {step.window.n}: the {what}' losses are over {counts} items, and each has the "
-            f"same weight: the items of one count {ratio:.2f} times as much as those of another. "
-            f"Seen in {seen} of {len(steps)} observed steps.",
+            f"Step {step.window.n}: the {what}' losses are over {counts} items, and each {how}: "
+            f"the items of one count {ratio:.2f} times as much as those of another. Seen in {seen} "
+            f"of {len(steps)} observed steps.",
             term.place,
             _global_count(step, term),
             "note" if worst[0] < 1.02 or seen < 0.3 * len(steps) else None,
@@ -78,14 +82,29 @@ def _groups(step: Step, term: Term, what: str) -> Iterator[list[Entry]]:
             yield [parts for (of, _), parts in of_all.items() if of == rank]
 
 
-def _own_weights(term: Term, parts: list[Entry]) -> list[float]:
-    """Each part's weight of an item, if all parts have one share; else equal ones."""
-    counts, shares = [one.count for one in parts], [one.share for one in parts]
-    if len(parts) < 2 or min(counts) <= 0 or min(shares) <= 0 or not alike(shares, 0.002):
+def _divided_by(step: Step, parts: list[Entry]) -> list[float]:
+    """The number by which each rank visibly divides, and no other rank does: its count may include
+    more than the loss does, such as the label that a shift drops.
+    """
+    values = [{o["value"] for o in f["scaling"] if o["op"] == "/"} for f in step.window.facts]
+    own = [of - set.intersection(*values) for of in values]
+    found = [of.pop() for of in own if len(of) == 1]
+    return found if len(found) == len(parts) else []
+
+
+def _own_weights(term: Term, parts: list[Entry], by: list[float]) -> list[float]:
+    """Each part's weight of an item, if each is divided by a number of its own; else equal ones.
+
+    Such a number is the count of items, so that all parts have one share; or one of `by`.
+    """
+    counts = [one.count for one in parts]
+    if len(parts) < 2 or min(counts) <= 0 or min(one.share for one in parts) <= 0:
         return [1.0]
     if any(uneven(entry.fact) for entry in term.entries):
         return [1.0]  # items of one call weigh differently by design: another unit than the item
-    return [share / count for share, count in zip(shares, counts, strict=True)]
+    weights = [one.share / one.count for one in parts]
+    own = [weight * count for weight, count in zip(weights, by or counts, strict=True)]
+    return weights if alike(own, 0.002) else [1.0]
 
 
 def _shares(parts: list[Entry]) -> Prediction:

@@ -87,7 +87,7 @@ def _divided_by(step: Step, parts: list[Entry]) -> list[float]:
     more than the loss does, such as the label that a shift drops.
     """
     values = [{o["value"] for o in f["scaling"] if o["op"] == "/"} for f in step.window.facts]
-    own = [of - set.intersection(*values) for of in values]
+    own = [of - values[0].intersection(*values) for of in values]
     found = [of.pop() for of in own if len(of) == 1]
     return found if len(found) == len(parts) else []
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from ddp_doctor.explain.findings import Finding, finding, rule
 from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Rank, Run
-from ddp_doctor.facts.types import LoaderFact, WindowFact
+from ddp_doctor.facts.types import LoaderFact
 
 
 @rule("same_data_on_ranks")
@@ -29,19 +29,12 @@ def same_data_on_ranks(run: Run, steps: list[Step]) -> Iterator[Finding]:
             f"In all {len(windows)} observed steps {alike} computed the loss from equal data: "
             f"inputs and targets, or the loss itself where these were not seen. {run.world} ranks "
             f"do the work of {len(run.same_data)}.",
-            run.loader["place"] if run.loader else _where(windows[0].ranks[0]),
+            run.loader["place"] if run.loader else windows[0].backward_place,
             "DataLoader(dataset, sampler=DistributedSampler(dataset)), and call "
             "sampler.set_epoch(epoch) in every epoch.",
         )
         return
     yield from _overlap(run)
-
-
-def _where(fact: WindowFact) -> str:
-    for backward in fact["backwards"]:
-        for term in backward.get("terms", ()):
-            return term["place"]
-    return fact["step_place"]
 
 
 def _overlap(run: Run) -> Iterator[Finding]:

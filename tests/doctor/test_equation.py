@@ -167,6 +167,16 @@ def test_a_sum_divided_by_the_count_of_all_ranks_is_divided_twice_if_it_is_avera
     assert of_all(12, 4, 8, factor=2.0) == set()  # an all-reduce that carries gradient
 
 
+def test_a_rank_may_divide_by_a_count_of_its_own_that_includes_more_than_the_loss_does() -> None:
+    """Such as the label that a shift drops."""
+    combined, local = gradients(2, 0.5)
+    windows = []
+    for n, mine in zip((4, 8), local, strict=True):
+        by = fact(ScalingFact, op="/", value=n + 1.0, text="loss / n", operand="n", place="a:1")
+        windows.append(window([n], [n / (n + 1)], combined, mine, scaling=[by]))
+    assert codes(windows) == {"unequal_denominators"}
+
+
 def test_a_sum_divided_by_a_ranks_own_count_of_the_step_is_right_though_a_pass_has_as_many() -> (
     None
 ):

@@ -231,7 +231,7 @@ def test_a_large_file_of_many_values_costs_the_trusted_side_nothing(tmp_path, te
         ("%pwd\nx = 1\n", "None\nx = 1\n"),
         ("t = '''\n%time\n!no\n'''\n%pwd", "t = '''\n%time\n!no\n'''\nNone"),
         ("%%writefile a.py\nx = 1", "\nx = 1"),
-        ("!a\n" * 600 + "x = 1", "None\n" * 600 + "x = 1"),
+        ("!a\n" * 60 + "x = 1", "None\n" * 60 + "x = 1"),
         ("x = 7 \\\n% 4", "x = 7 \\\n% 4"),
     ],
 )

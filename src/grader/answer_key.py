@@ -94,18 +94,12 @@ def _run_group(
 
 def draw(sandbox: Sandbox, checks: Sequence[CheckSource], seed: int) -> dict[str, list[Any]]:
     """The inputs of each group of ranks of each check. Raises AuthorError."""
-    groups = [  # where the check says no numbers of ranks, the seed chooses one
-        (check, ranks)
-        for check in checks
-        for ranks in check.ranks or [random.Random(f"{seed} {check.name}").choice((2, 3, 4))]
-    ]
-    seeds = [
-        random.Random(f"{seed} {check.name} {ranks}").getrandbits(62) for check, ranks in groups
-    ]
-    draws = [
-        {"source": check.source, "seed": own, "world_size": ranks}
-        for (check, ranks), own in zip(groups, seeds, strict=True)
-    ]
+    groups, draws = [], []
+    for check in checks:  # where it says no numbers of ranks, the seed chooses one
+        for ranks in check.ranks or [random.Random(f"{seed} {check.name}").choice((2, 3, 4))]:
+            own = random.Random(f"{seed} {check.name} {ranks}").getrandbits(62)
+            groups.append((check, ranks))
+            draws.append({"source": check.source, "seed": own, "world_size": ranks})
     try:
         request = {"call": "draw", "draws": draws, "seconds": _DRAWING}
         answer = sandbox.ask(request, _DRAWING + _MARGIN)

@@ -34,12 +34,6 @@ from grader.inside.values import LARGEST, MOST_TEXT, ValuesError, pack, unpack
 
 _GRADER, _LABKIT = Path(__file__).parent, Path(labkit.__file__).parent
 _MOUNTED = Path("/opt/grader")
-# What of this project a sandbox sees. The rest holds keys, or right averages.
-_SEEN = (
-    *("grader/__init__.py", "grader/inside", "labkit/__init__.py", "labkit/lazy.py"),
-    *("labkit/launch", "labkit/testing/__init__.py"),
-    *("labkit/testing/late.py", "labkit/testing/watch.py"),
-)
 _STUDENTS = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "USER": "student"}
 # Bytes of all processes together, without what they share with files. What a fork shares with its
 # parent counts in both, because it may be replaced: 0.2 GiB for each process.
@@ -84,6 +78,19 @@ _CGROUPS = "/sys/fs/cgroup"
 _TRYING = 5.0  # seconds for systemd's answer
 # Prints the limits of the cgroup that it runs in.
 _OWN_LIMITS = 'cd "$0$(sed -n s/^0:://p /proc/self/cgroup)" && cat memory.max pids.max'
+
+
+def _imported(module: str) -> set[str]:
+    """The files of a module of labkit, of its packages, and of what these import from labkit."""
+    name = module.replace(".", "/")
+    path = f"{name}/__init__.py" if (_LABKIT.parent / name).is_dir() else f"{name}.py"
+    modules = re.findall(r"^from (labkit[.\w]*) import", (_LABKIT.parent / path).read_text(), re.M)
+    return {path}.union(*map(_imported, {*modules, module.rpartition(".")[0]} - {""}))
+
+
+# What of this project a sandbox sees. The rest holds keys, or right averages.
+OF_LABKIT = ("labkit/launch", *sorted(_imported("labkit.testing.watch")))
+_SEEN = ("grader/__init__.py", "grader/inside", *OF_LABKIT)
 
 
 class SandboxError(RuntimeError):

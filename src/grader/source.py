@@ -62,6 +62,10 @@ class CheckSource:
     tolerance: float = 1e-4  # TOLERANCE: largest difference, relative to the largest value
     seconds: int = 12  # SECONDS by the clock that the ranks may take
 
+    @property
+    def worth(self) -> str:
+        return f"{self.points:g} point{'' if self.points == 1 else 's'}"
+
 
 @dataclass(frozen=True)
 class WrongAnswer:

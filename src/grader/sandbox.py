@@ -42,10 +42,6 @@ _MOST_PROCESSES = 60
 _LOOK_EVERY = 0.1  # seconds
 _SAID = "said"
 _USED = re.compile(r"^(RssAnon|RssShmem|VmSwap|Threads):\s*(\d+)", re.M)
-# What imports torch._dynamo on first use, for a second.
-_SLOW = re.compile(
-    r"optim|_functional_|compile|mesh|torch\.func|vmap|fsdp|DTensor|backward\([\w\[]"
-)
 # What a sentence of bubblewrap's means.
 _CAUSES = {
     "uid map": (
@@ -108,7 +104,7 @@ class EndedError(RuntimeError):
 class Forks:
     """The program that sandboxes are forks of. It starts on first use, and ends with this process.
 
-    It never runs a line of a student's. Its start costs 2 s of processor time, for torch; a fork
+    It never runs a line of a student's. Its start costs 3 s of processor time, for torch; a fork
     costs 0.02. Without walls (`trust`), it runs as the user who calls.
     """
 
@@ -123,17 +119,14 @@ class Forks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # nothing in it is left
         atexit.register(self.end)
 
-    def new(self, slow: bool) -> socket.socket:
-        """The connection to a new fork, which may still have to start. Raises SandboxError.
-
-        `slow`: code there will use a part of torch that takes a second to import.
-        """
+    def new(self) -> socket.socket:
+        """The connection to a new fork, which may still have to start. Raises SandboxError."""
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             try:
-                socket.send_fds(self._connections, [bytes([slow])], [theirs.fileno()])
+                socket.send_fds(self._connections, [b"1"], [theirs.fileno()])
             except OSError:  # it has ended already
                 raise SandboxError(f"the sandbox did not start: {self.said()}. {_ADVICE}") from None
         return ours
@@ -238,17 +231,14 @@ class Sandbox:
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to `request`. Raises EndedError, and SandboxError if it cannot be started."""
-        slow = any(_SLOW.search(source) for _, source in request.get("cells", ()))
         try:
             if self._link is None:
-                self._link = FORKS[self._trust].new(slow)
+                self._link = FORKS[self._trust].new()
                 ready = self._exchange(None, _START)
                 if "failed" in ready:
                     raise EndedError(ready["failed"])
                 self._process, self._worked = psutil.Process(ready["ready"]), True
-            # It first says that it has imported what it needs, and begins.
-            self._exchange(pack(request | {"slow": slow}), _START)
-            return self._exchange(None, seconds)
+            return self._exchange(pack(request), seconds)
         except EndedError as error:
             self.end()
             if not self._worked:

@@ -139,8 +139,8 @@ def test_what_threads_and_callbacks_send_is_recorded(where):
     assert "bytes by allgather" in said
 
 
-# Before `self.start()` of a reducer: the first layer is computed in front of the model's own forward
-# pass, so beside its gate. Backward then ends one gate early, and each launch seems to be in it.
+# In `__init__` of a reducer: the first layer is computed in front of the model's forward pass, so
+# beside its gate. Backward then ends one gate early, and each launch seems to be in it.
 BESIDE = """
         layer, model.names = getattr(model, model.names[0]), model.names[1:]
         model.register_forward_pre_hook(lambda _, given: (torch.tanh(layer(given[0])),))

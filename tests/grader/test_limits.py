@@ -17,7 +17,7 @@ from grader import sandbox
 from grader.answer_key import Outcome, run_check
 from grader.grade import CheckResult, Result
 from grader.outputs import observation, text_of
-from grader.report import folder_name, sentence_of, write_csv
+from grader.report import folder_name, sentence_of, write_csv, write_feedback
 from grader.sandbox import Forks, Sandbox, SandboxError
 
 ESCAPES = """
@@ -220,3 +220,11 @@ def test_a_table_is_readable_whatever_a_note_or_a_line_holds(tmp_path):
     [row] = csv.DictReader(io.StringIO(text))
     assert len(row["notes"]) <= 8_000
     assert "\x1b" not in text + sentence_of(checks[0])
+
+
+def test_a_students_name_is_no_formula_in_the_table_and_no_code_in_the_page(tmp_path):
+    results = [Result(name, "a", "A", 1, []) for name in ('=1+1"', "<script>alert(1)</script>")]
+    write_csv(results, tmp_path / "grades.csv")
+    write_feedback(results[1], tmp_path)
+    assert "\n\"'=1+1'\"," in (tmp_path / "grades.csv").read_text()
+    assert "<script" not in (tmp_path / "feedback.html").read_text()

@@ -157,7 +157,7 @@ def _diff(mark: str, text: str) -> list[str]:
 def check(file: Path, worlds: Sequence[int]) -> None:
     """Run `file` on each number of ranks. Raises NotYetError with the first thing that is wrong."""
     program, _ = program_of(file)
-    if re.search(r"^\s*(?:from|import) labkit\b", file.read_text(), re.M):
+    if re.search(r"^\s*(?:from|import) labkit\b", file.read_text("utf-8", "replace"), re.M):
         raise NotYetError("It imports labkit, which knows what is right: compute that in the file.")
     for world_size in worlds:
         seed = random.randrange(1, 100_000)
@@ -172,7 +172,7 @@ def check(file: Path, worlds: Sequence[int]) -> None:
 
 def tables_of(file: Path, program: str, seed: int, world_size: int) -> list[Table]:
     """The table that `file` prints; for `resume` also that of a run which stopped and resumed."""
-    printed, steps = run(file, world_size, "--seed", seed)
+    printed, steps = run(file, world_size, seed)
     tables = [table_in(printed, program, world_size)]
     if program != "resume":
         return tables
@@ -180,13 +180,13 @@ def tables_of(file: Path, program: str, seed: int, world_size: int) -> list[Tabl
     stop = batches + random.randrange(1, batches)  # in the middle of the second
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder, "checkpoint.pt")
-        resuming = ("--seed", seed, "--checkpoint", checkpoint)
-        _, before = run(file, world_size, *resuming, "--stop", stop)
+        resuming = ("--checkpoint", checkpoint)
+        _, before = run(file, world_size, seed, *resuming, "--stop", stop)
         if before > stop:
             raise NotYetError(f"With --stop {stop}, it takes {before} steps.")
         if not checkpoint.is_file():
             raise NotYetError(f"It writes no checkpoint with --stop {stop}.")
-        printed, after = run(file, world_size, *resuming)
+        printed, after = run(file, world_size, seed, *resuming)
     if after >= steps > 0:
         raise NotYetError(f"With the checkpoint of step {stop}, it takes {after} steps again.")
     return [*tables, table_in(printed, program, world_size)]
@@ -198,8 +198,8 @@ class _Program:
     A class, because the engine shows lines of the file in which a function is written.
     """
 
-    def __init__(self, file: Path, words: list[str], port: int) -> None:
-        self.file, self.words, self.port = str(file), words, port
+    def __init__(self, path: str, words: list[str], port: int) -> None:
+        self.path, self.words, self.port = path, words, port
 
     def __call__(self, rank: int, world_size: int) -> int:
         """Run it with torchrun's environment; returns how many steps its optimizers took."""
@@ -208,12 +208,12 @@ class _Program:
         place = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": self.port}
         place |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {k: str(v) for k, v in place.items()}
-        sys.argv, sys.path[0] = [self.file, *self.words], os.path.dirname(self.file)
+        sys.argv, sys.path[0] = [self.path, *self.words], os.path.dirname(self.path)
         steps: list[None] = []
         register_optimizer_step_post_hook(lambda *_: steps.append(None))
         process = os.getpid()
         try:
-            runpy.run_path(self.file, run_name="__main__")
+            runpy.run_path(self.path, run_name="__main__")
         except SystemExit as leave:
             if leave.code:
                 raise
@@ -223,25 +223,26 @@ class _Program:
         return len(steps)
 
 
-def run(file: Path, world_size: int, *arguments: object) -> tuple[str, int]:
+def run(file: Path, world_size: int, seed: int, *more: object) -> tuple[str, int]:
     """What all ranks of `file` print, and the most steps that one rank's optimizers take.
 
     Nothing that it started is left. Raises NotYetError if a rank fails, or the ranks hang.
     """
-    written, whole = io.StringIO(), file.resolve()
+    written, path = io.StringIO(), str(file.resolve())
+    words = [str(word) for word in ("--seed", seed, *more)]
     try:
         with (
             reserved_port() as port,
             contextlib.redirect_stdout(written),
             contextlib.redirect_stderr(written),
         ):
-            program = _Program(whole, list(map(str, arguments)), port)
+            program = _Program(path, words, port)
             steps = run_ranks(
                 program, world_size, timeout=TIMEOUT, stuck_after=_STUCK_AFTER, device="cpu"
             )
     except Exception as error:
-        said = _failure(error, _OF_RANK.sub("", written.getvalue()))
-        raise NotYetError(said.replace(str(whole), str(file))) from None
+        said = _failure(error, _OF_RANK.sub("", written.getvalue())).replace(path, str(file))
+        raise NotYetError(f"With {' '.join(words[2:])}:\n{said}" if more else said) from None
     printed = _OF_RANK.sub("", written.getvalue())
     if more := re.search("^… (.* more bytes), not shown$", printed, re.M):
         raise NotYetError(f"It prints too much: {more[1]} than are read.")

@@ -112,7 +112,7 @@ def test_a_resume_with_a_bug_is_compared_with_the_run_that_does_not_stop(checkou
     ("right", "wrong", "said"),
     [
         ("args.checkpoint.exists()", "0", r"With the checkpoint of step \d+, it takes 18 steps"),
-        ("step == args.stop:", "step == 18:", r"With --stop \d+, it takes 18 steps"),
+        ("step == args.stop:", "step == 18 and args.stop:", r"With --stop \d+, it takes 18 steps"),
         (", digest]", ", f'{rank}']", "rank 1 only, weights: 1; rank 0 has 0"),
     ],
     ids=["resumes from nothing", "does not stop", "replicas differ"],

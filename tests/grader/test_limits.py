@@ -23,9 +23,6 @@ from grader.sandbox import Forks, Sandbox, SandboxError
 ESCAPES = """
 import ctypes, mmap, os, threading
 
-def draw(rng, ranks):
-    return [{}] * ranks
-
 def on_rank(student, given):
     libc, count, end = ctypes.CDLL(None), 0, threading.Event()
     def tried(action):
@@ -50,9 +47,6 @@ def on_rank(student, given):
 THREADS = """
 import threading, time
 
-def draw(rng, ranks):
-    return [{}] * ranks
-
 def on_rank(student, given):
     threading.stack_size(32768)
     count = 0
@@ -66,9 +60,6 @@ def on_rank(student, given):
 """
 STOPS = """
 import os, signal, time
-
-def draw(rng, ranks):
-    return [{}] * ranks
 
 def on_rank(student, given):
     os.kill(os.getppid(), signal.SIGSTOP)

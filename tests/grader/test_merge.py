@@ -133,6 +133,8 @@ CHEATS += [
     "class A(Exception):\n    if 1:\n        def __reduce__(self): return print, ()",
     "class A(Exception):\n    class __reduce__: pass",
     "class A:\n    match 1:\n        case __reduce__: pass",
+    "match torch:\n    case object(_C=found): pass",
+    "class A(metaclass=print): pass",
     "class A:\n    @classmethod\n    def reach(cls): return super().__getattribute__",
     "class A:\n    @classmethod\n    def put(cls): super().__setattr__(dist, 'all_reduce', print)",
     "import functools\nfunctools.singledispatch(print).register(print)",

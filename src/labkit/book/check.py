@@ -252,7 +252,8 @@ def run(file: Path, world_size: int, seed: int, *more: object) -> tuple[str, int
 def _failure(error: Exception, printed: str) -> str:
     """Why ranks failed or hang, in words. Raises what the program did not cause."""
     if notes := getattr(error, "__notes__", None):  # of the rank that raised
-        return _FRAME.sub(lambda frame: frame[0] * _is_of_reader(frame[1]), notes[-1])
+        ours = {f for f in _FRAME.findall(notes[-1]) if f == __file__ or not is_readers_code(f)}
+        return _FRAME.sub(lambda frame: frame[0] * (frame[1] not in ours), notes[-1])
     if not isinstance(error, RanksError) or not error.states:
         raise CommandError(str(error)) if isinstance(error, ValueError | RanksError) else error
     said = str(error).partition("\nNext: ")[0]
@@ -260,10 +261,6 @@ def _failure(error: Exception, printed: str) -> str:
         return "\n".join([said, *printed.strip().splitlines()[-5:]])
     same = "\nEvery rank has to call the same collectives in the same order."
     return f"It hangs: {said}{same * (' waits in ' in said)}"
-
-
-def _is_of_reader(file: str) -> bool:
-    return is_readers_code(file) and file != __file__
 
 
 def table_in(output: str, program: str, world_size: int) -> Table:

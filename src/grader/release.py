@@ -19,20 +19,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import labkit
 from grader.answer_key import SHOWN_SEED, AnswerKey
 from grader.grade import grade_together
 from grader.inside.values import pack
 from grader.merge import Submission
 from grader.report import sentence_of
-from grader.sandbox import OF_LABKIT
+from grader.sandbox import OF_LABKIT, OUR_SOURCES
 from grader.source import Assignment, CheckSource, kind_of, source_of
 
 INSTRUCTIONS = "START_HERE.md"
 _CHAPTER = re.compile(r"\[([^\]]*)\]\(\.\./\.\./book/([\w/]+)\.ipynb\)")
 # The source folds the cells that only its author reads: JupyterLab by one, the book by the other.
 _FOLDED = ("jupyter", "tags")
-_OUR_SOURCES = Path(__file__).parent.parent, Path(labkit.__file__).parent.parent
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ def write_student_package(
 
 
 def _copy(path: str, folder: Path) -> None:
-    source = _OUR_SOURCES[path.startswith("labkit")] / path
+    source = OUR_SOURCES / path
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, folder / path, ignore=shutil.ignore_patterns("__pycache__"))

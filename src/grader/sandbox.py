@@ -24,15 +24,14 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
-import labkit
 from grader.inside import walls
 from grader.inside.values import LARGEST, MOST_TEXT, ValuesError, pack, unpack
 
-_GRADER, _LABKIT = Path(__file__).parent, Path(labkit.__file__).parent
+OUR_SOURCES = Path(__file__).parent.parent
 _MOUNTED = Path("/opt/grader")
 _STUDENTS = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "USER": "student"}
 # Bytes of all processes together, without what they share with files. What a fork shares with its
@@ -79,8 +78,8 @@ _OWN_LIMITS = 'cd "$0$(sed -n s/^0:://p /proc/self/cgroup)" && cat memory.max pi
 def _imported(module: str) -> set[str]:
     """The files of a module of labkit, of its packages, and of what these import from labkit."""
     name = module.replace(".", "/")
-    path = f"{name}/__init__.py" if (_LABKIT.parent / name).is_dir() else f"{name}.py"
-    modules = re.findall(r"^from (labkit[.\w]*) import", (_LABKIT.parent / path).read_text(), re.M)
+    path = f"{name}/__init__.py" if (OUR_SOURCES / name).is_dir() else f"{name}.py"
+    modules = re.findall(r"^from (labkit[.\w]*) import", (OUR_SOURCES / path).read_text(), re.M)
     return {path}.union(*map(_imported, {*modules, module.rpartition(".")[0]} - {""}))
 
 
@@ -162,7 +161,7 @@ class Forks:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env=_environment(str(_GRADER.parent), own) if self._trust else None,
+                env=_environment(str(OUR_SOURCES), own) if self._trust else None,
                 cwd="/",
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -194,7 +193,7 @@ class Forks:
 FORKS = {trust: Forks(trust) for trust in (False, True)}
 
 
-class Sandbox:
+class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     """A running sandbox; it ends with its `with` block, or when this process dies.
 
     `ask` waits for its start. With `trust` it has no walls. Once `stop` is set, `ask` raises
@@ -206,9 +205,6 @@ class Sandbox:
         self._link: socket.socket | None = None
         self._process: psutil.Process | None = None  # its processes are this one and those below
         self._worked = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -346,10 +342,9 @@ def _of_this_project() -> list[str]:
         if (packages / name).is_dir():
             words += ["--tmpfs", str(packages / name)]
     for name in _SEEN:
-        source = _GRADER.parent / name if name.startswith("grader") else _LABKIT.parent / name
         for parent in reversed((_MOUNTED / name).parents[:-1]):
             words += ["--perms", "0755", "--dir", str(parent)]
-        words += ["--ro-bind", str(source), str(_MOUNTED / name)]
+        words += ["--ro-bind", str(OUR_SOURCES / name), str(_MOUNTED / name)]
     return words
 
 

@@ -99,7 +99,8 @@ def _write_notebook(folder: Path, expected: list[str], printed: list[str]) -> No
     cells = [new_code_cell(_FIRST_CELL)]
     for number, text in enumerate(expected):
         output = new_output("stream", text=f"{_encodable(text)}\n")
-        cells.append(new_code_cell(f"print(printed[{number}])", outputs=[output]))
+        own = {"outputs": [output], "execution_count": number + 2}
+        cells.append(new_code_cell(f"print(printed[{number}])", **own))
     nbformat.write(new_notebook(cells=cells), folder / _NOTEBOOK)
 
 

@@ -108,6 +108,14 @@ def test_a_resume_with_a_bug_is_compared_with_the_run_that_does_not_stop(checkou
     assert "Look at what the checkpoint has of the model, the optimizer" in said
 
 
+def test_a_program_that_is_right_on_two_and_on_three_ranks_only_is_seen(checkout, monkeypatch):
+    file = checkout / "labs/programs/log_mean.py"
+    file.write_text(
+        file.read_text().replace("loss_sum * world_size", "loss_sum * min(world_size, 3)")
+    )
+    assert call(monkeypatch, file).startswith("Not yet. On 4 ranks, with --seed ")
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
     [

@@ -55,7 +55,7 @@ storage subprocess_exec subprocess_shell test tofile typename update_wrapper wra
 _VALUES = [int, float, complex, str, bytes, list, dict, set, tuple, range, slice, Exception]
 _NO_BUILTINS = _words("""
 breakpoint compile copyright credits dir eval exec globals help input license locals memoryview open
-type vars
+vars
 """)
 # Messages that no record shows. A method of the solution's own may have such a name.
 _UNRECORDED = _words("""
@@ -261,7 +261,8 @@ class _Solution(_Bound):
         if not _may(node.attr, own) and not self._is_own_base(node, call):
             yield f".{node.attr}"
         elif isinstance(node.ctx, ast.Store | ast.Del):
-            if theirs or (node.attr in self.given and not mine):
+            of_class = getattr(getattr(node.value, "func", None), "id", "") == "type"
+            if theirs or of_class or (node.attr in self.given and not mine):
                 yield f"changes {root}.{node.attr}"
         elif node.attr in ("format", "format_map") and not isinstance(node.value, ast.Constant):
             yield f".{node.attr} of a text that is not written out"
@@ -286,6 +287,8 @@ class _Solution(_Bound):
         word, call, loads = node.id, self._call(node), isinstance(node.ctx, ast.Load)
         if word in _BY_NAME:
             may = call is not None and self._may_by_name(word, call)
+        elif word == "type":
+            may = call is not None and len(call.args) == 1 and self._only_compared(call)
         elif word.startswith("__") and word.endswith("__"):
             may = word in _METHODS
         else:
@@ -306,6 +309,18 @@ class _Solution(_Bound):
         if isinstance(given, ast.Name):
             return given.id in self.looped
         return bool(name) and _may(name, set() if theirs else self.of_others)
+
+    def _only_compared(self, call: ast.AST | None) -> bool:
+        """Whether the class that `type(x)` returns is compared, named, or an index.
+
+        Kept or called, it could be `type` itself, which makes classes with methods of any name.
+        """
+        user = self.above.get(id(call))
+        if isinstance(user, ast.Call):
+            return getattr(user.func, "id", "") in ("isinstance", "issubclass")
+        if isinstance(user, ast.Subscript):
+            return user.slice is call
+        return isinstance(user, ast.Compare | ast.Attribute | ast.FormattedValue)
 
     def _is_own_base(self, node: ast.Attribute, call: ast.Call | None) -> bool:
         """Whether it calls `super().__setattr__(name, value)` and the like, of its own object.

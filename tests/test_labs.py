@@ -221,6 +221,7 @@ def test_a_lab_fails_if_its_numbers_do_not_agree_or_are_no_numbers(fault, custom
         (["lab", "LAB=no_such_lab"], "There is no labs/no_such_lab.py. There are:"),
         (["lab", "LAB=which mean"], "There is no labs/which mean.py. There are:"),
         (["lab", "LAB=accumulate_vs_ddp_lightning"], "starts its own ranks: .venv/bin"),
+        (["lab", "LAB=programs/resume", "RANKS=٣"], "'٣' is no number of ranks"),
         (["serve", "PORT=abc"], "PORT is a whole number, and PORT=abc is not"),
         (["check", "WORKERS=two"], "WORKERS is a whole number, and WORKERS=two is not"),
         (["book", "PYTHON=python3", "-n"], "labkit.book.chapters execute"),

@@ -26,6 +26,8 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def positive(text: str) -> int:
     """An integer of at least 1; pass it as `type=` to `add_argument`."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no positive whole number in the digits 0 to 9"
+        )
+    return int(text)

@@ -75,8 +75,8 @@ def main() -> None:
     ranks = given.nproc_per_node
     try:
         if ranks not in ("auto", "cpu", "gpu"):
-            if not ranks.isdecimal() or int(ranks) < 1:
-                raise ValueError(f"{ranks!r} is no number of ranks: give a positive whole number.")
+            if not (ranks.isascii() and ranks.isdecimal()) or int(ranks) < 1:
+                raise ValueError(f"{ranks!r} is no number of ranks: give one such as 4.")
             check_memory(given.nodes * int(ranks))
     except ValueError as error:
         sys.exit(str(error))

@@ -124,7 +124,7 @@ def test_the_exit_code_of_several_agents_is_torchruns(script):
     assert run_script(script("print('well')\n"), ranks=1, nodes=2) == "well\nwell"
 
 
-@pytest.mark.parametrize("ranks", ["0", "-1", "abc", "1.5", "", "²"])
+@pytest.mark.parametrize("ranks", ["0", "-1", "abc", "1.5", "", "²", "٣"])
 def test_a_number_of_ranks_that_is_none_is_refused_in_one_sentence(ranks, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["nodes", "--nproc-per-node", ranks, "labs/none.py"])
     with pytest.raises(SystemExit, match=f"^{ranks!r} is no number of ranks: [^.]*[.]$"):

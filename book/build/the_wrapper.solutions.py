@@ -214,3 +214,4 @@ def backward_inside(ddp, window):
 # %% check_plan blind statement, line 4: done twice, it is the same
 # %% check_plan blind frozen: no parameter is frozen
 # %% check_invariants blind frozen: a reducer holds no frozen parameter
+# %% check_invariants blind \[:-1\]: the exception comes before the last bucket

@@ -127,7 +127,7 @@ test-cluster: $(READY) $(filter test-figures,$(MAKECMDGOALS))
 	@$(BIN)/python -m pytest tests/cluster
 
 figures: $(READY)
-	@$(BIN)/python -m labkit.book.playable_page
+	@$(BIN)/python -m tests.figures.figure_pages
 
 figures-stills: $(READY)
 	@$(BIN)/python -m tests.figures.stills

@@ -11,9 +11,9 @@ import nbformat
 from playwright.sync_api import sync_playwright
 
 from labkit.book.playable import FOLDER, still
-from labkit.book.playable_page import names, page
 from labkit.launch.scripts import project_root
 from tests.browser import start_chromium
+from tests.figures.figure_pages import names, page
 
 WIDTH = 640
 DIRECTIVE = r"^```\{playable\} (\w+)\n(?::try: .*\n)?(?::state: (\S+))?"

@@ -301,7 +301,7 @@ def test_a_hang_inside_backward_is_told_as_such():
         run_ranks(work, 2, stuck_after=1)
 
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="stillness reads /proc")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Stillness reads /proc")
 
 
 @linux

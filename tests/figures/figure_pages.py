@@ -1,6 +1,6 @@
 """All figures to play with on one page, without the book around them.
 
-    python -m labkit.book.playable_page     write _build/figures/index.html
+    python -m tests.figures.figure_pages    write _build/figures/index.html
 
 The page works from file://.
 """

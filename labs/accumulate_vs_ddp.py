@@ -24,15 +24,13 @@ bugs, is labs/accumulate_vs_ddp_lightning.py.
 import argparse
 import copy
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import explained_by, parse_arguments
 
 SEED = 42
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = explained_by(__doc__)
     parser.add_argument(
         "--seed", type=int, default=SEED, help=f"seed of the data and of the model (default {SEED})"
     )

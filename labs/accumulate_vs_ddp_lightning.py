@@ -29,7 +29,7 @@ import time
 import warnings
 from typing import NamedTuple
 
-from labkit.launch.arguments import positive
+from labkit.launch.arguments import explained_by, positive
 from labkit.launch.memory import available_memory, gc_paused
 
 MEMORY_OF_A_DEVICE = 300e6  # bytes: a process that Lightning starts imports it anew
@@ -44,9 +44,7 @@ VERSIONS = {  # name: (the first Trainer has strategy="ddp", the seed comes befo
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = explained_by(__doc__)
     parser.add_argument("--version", choices=VERSIONS, help="run only this one, with more detail")
     parser.add_argument(
         "--devices", type=positive, default=4, help="of the second Trainer (default 4)"

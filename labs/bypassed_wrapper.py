@@ -26,16 +26,14 @@ exit code is 1 if a number differs from the printed one, or if the fixed replica
 import argparse
 from typing import NoReturn
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import explained_by, parse_arguments
 
 SEED = 0
 FIXES = ("none", "all-reduce", "wrapper", "prepared")
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=SEED, help=f"the model's (default {SEED})")
     parser.add_argument("--fix", choices=FIXES, default="all-reduce", help="(default all-reduce)")
     return parse_arguments(parser)

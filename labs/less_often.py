@@ -28,13 +28,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from labkit.launch.arguments import parse_arguments, positive
+from labkit.launch.arguments import explained_by, parse_arguments, positive
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of model and data (default 0)")
     parser.add_argument(
         "--every",

@@ -24,16 +24,14 @@ import copy
 from contextlib import nullcontext
 from typing import NamedTuple
 
-from labkit.launch.arguments import parse_arguments, positive
+from labkit.launch.arguments import explained_by, parse_arguments, positive
 
 VARIANTS = ("each-part", "own-window", "whole-step")
 SEED = 0
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = explained_by(__doc__)
     parser.add_argument(
         "--seed", type=int, default=SEED, help=f"seed of the captions (default {SEED})"
     )

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import explained_by, parse_arguments
 from labkit.launch.memory import gc_paused
 
 SEED = 0
@@ -30,9 +30,7 @@ SEQUENCES = 16
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
     given = parse_arguments(parser)
     if (world_size := int(os.environ.get("WORLD_SIZE", 1))) not in (1, 2, 4):

@@ -18,15 +18,13 @@ The exit code is 1 if the rule's gradients are not right, or if another way's ar
 # ruff: noqa: E402
 import argparse
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import explained_by, parse_arguments
 
 MESHES = ("context", "tensor", "expert", "hsdp", "pipeline")
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = explained_by(__doc__)
     parser.add_argument(
         "--mesh", choices=[*MESHES, "all"], default="all", help="the second dimension (default all)"
     )

@@ -25,15 +25,13 @@ rank a ratio is not the expected one, or a distance exceeds rounding where it sh
 import argparse
 from typing import NamedTuple, NoReturn
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import explained_by, parse_arguments
 
 SEED = 0
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = explained_by(__doc__)
     parser.add_argument(
         "--seed", type=int, default=SEED, help=f"seed of the data and of the model (default {SEED})"
     )

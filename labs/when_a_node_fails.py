@@ -27,7 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from labkit.launch.arguments import parse_arguments, positive
+from labkit.launch.arguments import explained_by, parse_arguments, positive
 
 
 class Moment(NamedTuple):
@@ -43,9 +43,7 @@ class Moment(NamedTuple):
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of model and data (default 0)")
     parser.add_argument("--steps", type=int, default=12, help="number of steps (default 12)")
     parser.add_argument(

@@ -11,7 +11,6 @@ are bold headings, folds are `<details>` and collapsed cells, a link without a t
 its target, and a citation is its key in brackets.
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from labkit.book.chapters import find, notebooks_of
+from labkit.launch.arguments import explained_by
 from labkit.launch.scripts import project_root
 
 FIRST = "book/start/what_is_averaged.ipynb"
@@ -148,9 +148,7 @@ def _named(target: str, folder: Path) -> str:
 
 
 def main() -> NoReturn:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = explained_by(__doc__)
     parser.add_argument("name", nargs="?", default=FIRST, help=f"default: {FIRST}")
     options = sys.argv[1:]
     if options[:1] in (["-h"], ["--help"]):

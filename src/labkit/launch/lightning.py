@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from labkit.launch.forks import ForkServer
-from labkit.launch.nodes import as_script, run_warm
-from labkit.launch.popen import ForkedPopen
+from labkit.launch.nodes import as_script
+from labkit.launch.popen import ForkedPopen, run_forked
 
 _LAUNCHER = "pytorch_lightning.strategies.launchers.subprocess_script"
 _SERVER = ForkServer(_LAUNCHER)
@@ -41,4 +41,4 @@ def _start_again(command: list[str], env: Mapping[str, str], cwd: Any = None) ->
 
 
 # Run the script `words[0]` with its arguments, and capture what it prints.
-run_with_lightning = functools.partial(run_warm, nodes=0, preload=(_LAUNCHER,), plain=_run)
+run_with_lightning = functools.partial(run_forked, _SERVER, _run)

@@ -12,7 +12,8 @@ from labkit.launch.forks import is_shared
 from labkit.launch.guard import run_guarded
 from labkit.launch.lightning import run_with_lightning, uses_lightning
 from labkit.launch.memory import check_memory
-from labkit.launch.nodes import run_warm
+from labkit.launch.nodes import as_script, run_warm, server_with
+from labkit.launch.popen import run_forked
 
 # gloo reports each connection on stdout, in an order that varies.
 _NOISE = re.compile(r"^\[Gloo\] Rank \d+ is connected.*\n?", re.MULTILINE)
@@ -82,7 +83,7 @@ def run_script(
     words = [script, *map(str, args)]
     run: Callable[..., subprocess.CompletedProcess[str]] = run_guarded
     if ranks is None and preload:
-        run = functools.partial(run_warm, nodes=0, preload=preload)
+        run = functools.partial(run_forked, server_with(*preload), as_script)
     elif ranks is None and is_shared() and uses_lightning(root / script):
         run = run_with_lightning
     elif ranks is None:

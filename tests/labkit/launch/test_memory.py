@@ -49,29 +49,16 @@ def test_one_rank_is_never_refused(monkeypatch):
     check_memory(1)
 
 
-@pytest.mark.parametrize(
-    ("line", "folder", "limit", "used", "cache"),
-    [
-        ("0::/a/b", "a", "memory.max", "memory.current", "inactive_file 30"),
-        (
-            *("4:cpu,memory:/a/b", "memory/a/b", "memory.limit_in_bytes"),
-            *("memory.usage_in_bytes", "total_inactive_file 30"),
-        ),
-    ],
-    ids=["version 2, limit of a group above", "version 1"],
-)
-def test_the_limit_of_a_control_group_counts(
-    monkeypatch, tmp_path, line, folder, limit, used, cache
-):
-    (tmp_path / "self").write_text(f"7:pids:/\n{line}\n")
-    (group := tmp_path / folder).mkdir(parents=True)
-    (group / limit).write_text("1000\n")
-    (group / used).write_text("400\n")
-    (group / "memory.stat").write_text(f"anon 5\n{cache}\n")
+def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
+    (tmp_path / "self").write_text("7:pids:/\n0::/a/b\n")
+    (group := tmp_path / "a").mkdir()
+    (group / "memory.max").write_text("1000\n")
+    (group / "memory.current").write_text("400\n")
+    (group / "memory.stat").write_text("anon 5\ninactive_file 30\n")
     monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
     monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "self")
     assert available_memory() == 630
-    (group / limit).write_text("max\n")
+    (group / "memory.max").write_text("max\n")
     assert available_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 
 

@@ -145,20 +145,6 @@ with forked(in_a_fork.start_others) as connection:
     assert asks("with forked(in_a_fork.double, 1) as c: c.recv()").wait(300) == 0
 
 
-def test_an_asker_without_outputs_leaves_nothing_either(shared):
-    program = """
-import os, signal
-os.close(1)
-os.close(2)
-with forked(in_a_fork.start_others) as connection:
-    if connection.recv() == "started":
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-    asker = asks(program)
-    assert asker.wait(60) == -signal.SIGKILL
-    assert nothing_runs_below(shared)
-
-
 def modules_of_fork(caller: Connection, *names: str) -> None:
     caller.send((os.getppid(), [name in sys.modules for name in names]))
 

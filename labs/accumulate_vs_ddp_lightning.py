@@ -97,21 +97,6 @@ with gc_paused():
     from labkit.tables import Cell, table
 
 
-class Program(NamedTuple):
-    """One version of the program.
-
-    `unseeded` is what a process without a seed uses instead: process r seeds with `unseeded + r`,
-    so that a run can be repeated. None leaves it truly unseeded.
-    """
-
-    first_ddp: bool
-    seed_first: bool
-    seed: int
-    devices: int
-    accumulate: int
-    unseeded: int | None
-
-
 class Seen(NamedTuple):
     """What one process recorded. Norms map a parameter's name to its gradient's norm."""
 
@@ -156,26 +141,26 @@ class GradientPrinter(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def run_both_trainers(program: Program) -> list[Seen]:
+def run_both_trainers(first_ddp: bool, seed_first: bool, given: argparse.Namespace) -> list[Seen]:
     """Run both Trainers in this process, and return what each process of the second one saw.
 
     Lightning starts the second Trainer's other processes by running this script again, so every
     process calls this function. Each of them returns the whole list, in the order of ranks.
     """
     _silence()
-    data = _draw(program)
+    data = _draw(seed_first, given)
 
-    pl.seed_everything(program.seed, workers=True, verbose=False)
+    pl.seed_everything(given.seed, workers=True, verbose=False)
     first = GradientPrinter()
-    strategy = "ddp" if program.first_ddp else "auto"
+    strategy = "ddp" if first_ddp else "auto"
     trainer = _trainer(devices=1, strategy=strategy, accumulate_grad_batches=len(data))
     trainer.fit(first, DataLoader(data, batch_size=1))
     local_rank_left = os.environ.get("LOCAL_RANK")
 
-    pl.seed_everything(program.seed, workers=True, verbose=False)
+    pl.seed_everything(given.seed, workers=True, verbose=False)
     second = GradientPrinter()
     trainer = _trainer(
-        devices=program.devices, strategy="ddp", accumulate_grad_batches=program.accumulate
+        devices=given.devices, strategy="ddp", accumulate_grad_batches=given.accumulate
     )
     trainer.fit(second, DataLoader(data, batch_size=1))
 
@@ -193,12 +178,13 @@ def run_both_trainers(program: Program) -> list[Seen]:
     return _gather(seen)
 
 
-def _draw(program: Program) -> TensorDataset:
-    if program.seed_first:
-        pl.seed_everything(program.seed, workers=True, verbose=False)
-    elif program.unseeded is not None:
-        torch.manual_seed(program.unseeded + int(os.environ.get("LOCAL_RANK", "0")))
-    return draw_toy_data(program.devices * program.accumulate)
+def _draw(seed_first: bool, given: argparse.Namespace) -> TensorDataset:
+    """Without a seed, process r seeds with `given.unseeded + r`; None is truly unseeded."""
+    if seed_first:
+        pl.seed_everything(given.seed, workers=True, verbose=False)
+    elif given.unseeded is not None:
+        torch.manual_seed(given.unseeded + int(os.environ.get("LOCAL_RANK", "0")))
+    return draw_toy_data(given.devices * given.accumulate)
 
 
 def _trainer(**options: object) -> pl.Trainer:
@@ -226,23 +212,11 @@ def _silence() -> None:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
 
-def program(version: str, arguments: argparse.Namespace) -> Program:
-    first_ddp, seed_first = VERSIONS[version]
-    return Program(
-        first_ddp,
-        seed_first,
-        arguments.seed,
-        arguments.devices,
-        arguments.accumulate,
-        arguments.unseeded,
-    )
-
-
 def run_version(version: str, arguments: argparse.Namespace) -> list[Seen]:
     # What Lightning's further processes are started with.
     own = {"version": version, **{k: v for k, v in vars(arguments).items() if k != "version"}}
     sys.argv[1:] = [f"--{name}={str(value).lower()}" for name, value in own.items()]
-    return run_both_trainers(program(version, arguments))
+    return run_both_trainers(*VERSIONS[version], arguments)
 
 
 def run_versions(arguments: argparse.Namespace) -> dict[str, list[Seen]]:

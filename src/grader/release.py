@@ -34,8 +34,7 @@ _FOLDED = ("jupyter", "tags")
 _OUR_SOURCES = Path(__file__).parent.parent, Path(labkit.__file__).parent.parent
 # What a student's checks import. The rest of labkit.testing holds right averages.
 _FOR_STUDENTS = ("grader", "labkit/__init__.py", "labkit/lazy.py", "labkit/launch")
-_FOR_STUDENTS += ("labkit/testing/__init__.py", "labkit/testing/late.py")
-_FOR_STUDENTS += ("labkit/testing/watch.py",)
+_FOR_STUDENTS += ("labkit/testing/__init__.py", "labkit/testing/watch.py")
 
 
 @dataclass(frozen=True)

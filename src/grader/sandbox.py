@@ -37,8 +37,7 @@ _MOUNTED = Path("/opt/grader")
 # What of this project a sandbox sees. The rest holds keys, or right averages.
 _SEEN = (
     *("grader/__init__.py", "grader/inside", "labkit/__init__.py", "labkit/lazy.py"),
-    *("labkit/launch", "labkit/testing/__init__.py"),
-    *("labkit/testing/late.py", "labkit/testing/watch.py"),
+    *("labkit/launch", "labkit/testing/__init__.py", "labkit/testing/watch.py"),
 )
 _STUDENTS = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "USER": "student"}
 # Bytes of all processes together, without what they share with files. What a fork shares with its

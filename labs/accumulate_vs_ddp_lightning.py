@@ -43,25 +43,6 @@ VERSIONS = {  # name: (the first Trainer has strategy="ddp", the seed comes befo
 }
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = explained_by(__doc__)
-    parser.add_argument("--version", choices=VERSIONS, help="run only this one, with more detail")
-    parser.add_argument(
-        "--devices", type=positive, default=4, help="of the second Trainer (default 4)"
-    )
-    parser.add_argument(
-        "--accumulate", type=positive, default=1, help="its batches per step (default 1)"
-    )
-    parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
-    parser.add_argument(
-        "--unseeded",
-        type=lambda text: None if text == "none" else int(text),
-        default=1000,
-        help='stands in for a missing seed (default 1000); "none" for no seed at all',
-    )
-    return parser.parse_args()
-
-
 def refuse_torchrun() -> None:
     """Exit with an explanation if torchrun has started this script."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -77,7 +58,22 @@ def refuse_torchrun() -> None:
 if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and errors are printed at once.
     refuse_torchrun()
-    ARGUMENTS = arguments_of_this_lab()
+    parser = explained_by(__doc__)
+    parser.add_argument("--version", choices=VERSIONS, help="run only this one, with more detail")
+    parser.add_argument(
+        "--devices", type=positive, default=4, help="of the second Trainer (default 4)"
+    )
+    parser.add_argument(
+        "--accumulate", type=positive, default=1, help="its batches per step (default 1)"
+    )
+    parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
+    parser.add_argument(
+        "--unseeded",
+        type=lambda text: None if text == "none" else int(text),
+        default=1000,
+        help='stands in for a missing seed (default 1000); "none" for no seed at all',
+    )
+    ARGUMENTS = parser.parse_args()
 
 # Once, for the forks to share.
 with gc_paused():

@@ -49,7 +49,8 @@ from labkit.launch.arguments import explained_by, parse_arguments, positive
 PER_RANK = {"stack": 256, "transformer": 8}  # samples
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
     parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of model and data (default 0)")
     parser.add_argument("--model", choices=PER_RANK, default="stack", help="(default stack)")
@@ -70,12 +71,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
     parser.add_argument(
         "--save", type=Path, metavar="FOLDER", help="for a timeline and traces of rank 0"
     )
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch
 import torch.distributed as dist

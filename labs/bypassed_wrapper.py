@@ -32,16 +32,12 @@ SEED = 0
 FIXES = ("none", "all-reduce", "wrapper", "prepared")
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
     parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=SEED, help=f"the model's (default {SEED})")
     parser.add_argument("--fix", choices=FIXES, default="all-reduce", help="(default all-reduce)")
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch.distributed as dist
 

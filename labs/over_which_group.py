@@ -16,24 +16,19 @@ The exit code is 1 if the rule's gradients are not right, or if another way's ar
 """
 
 # ruff: noqa: E402
-import argparse
 
 from labkit.launch.arguments import explained_by, parse_arguments
 
 MESHES = ("context", "tensor", "expert", "hsdp", "pipeline")
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
     parser = explained_by(__doc__)
     parser.add_argument(
         "--mesh", choices=[*MESHES, "all"], default="all", help="the second dimension (default all)"
     )
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch.distributed as dist
 

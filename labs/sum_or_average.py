@@ -22,7 +22,6 @@ rank a ratio is not the expected one, or a distance exceeds rounding where it sh
 """
 
 # ruff: noqa: E402
-import argparse
 from typing import NamedTuple, NoReturn
 
 from labkit.launch.arguments import explained_by, parse_arguments
@@ -30,17 +29,13 @@ from labkit.launch.arguments import explained_by, parse_arguments
 SEED = 0
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
     parser = explained_by(__doc__)
     parser.add_argument(
         "--seed", type=int, default=SEED, help=f"seed of the data and of the model (default {SEED})"
     )
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch
 import torch.distributed as dist

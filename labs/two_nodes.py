@@ -31,19 +31,15 @@ from labkit.launch.arguments import explained_by, parse_arguments, positive
 MIB = 2**20
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
     parser = explained_by(__doc__)
     parser.add_argument("--mib", type=float, default=4, help="MiB of gradients (default 4)")
     parser.add_argument(
         "--repeat", type=positive, default=5, help="timed all-reduces of each kind (default 5)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the gradients (default 0)")
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch
 import torch.distributed as dist

@@ -42,7 +42,8 @@ class Moment(NamedTuple):
         return cls(int(rank), int(step))
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
     parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of model and data (default 0)")
     parser.add_argument("--steps", type=int, default=12, help="number of steps (default 12)")
@@ -75,12 +76,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
         default=60,
         help="time limit of one all-reduce, in seconds (default 60)",
     )
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch
 import torch.distributed as dist

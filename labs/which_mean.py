@@ -27,7 +27,8 @@ from labkit.launch.arguments import explained_by, parse_arguments, positive
 WAYS = ("own micro-batch", "own window", "all ranks")
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
     parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=6, help="seed of the completions (default 6)")
     parser.add_argument("--prompts", type=positive, default=12, help="groups of four (default 12)")
@@ -46,12 +47,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
         default="all ranks",
         help="the way that the exit code is about (default: all ranks)",
     )
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 from torch.nn.parallel import DistributedDataParallel
 

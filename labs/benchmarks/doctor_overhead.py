@@ -8,7 +8,6 @@ The table has rank 0's times. The median leaves out the steps that are observed 
 not.
 """
 
-# ruff: noqa: E402
 import argparse
 import statistics
 import tempfile
@@ -18,18 +17,13 @@ from pathlib import Path
 from benchmark_options import benchmark_parser
 from labkit.launch.arguments import positive
 
-
-def arguments_of_this_benchmark() -> argparse.Namespace:
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
     arguments = benchmark_parser(__doc__)
     arguments.add_argument(
         "--rounds", type=positive, default=20, help="pairs of blocks (default 20)"
     )
-    return arguments.parse_args()
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_benchmark()
+    ARGUMENTS = arguments.parse_args()
 
 import torch
 from torch import nn

@@ -110,9 +110,9 @@ class SameCollectives(RecordedCollectives):
     """Checks that collectives are the same on every rank; raises `CollectiveMismatchError`
     otherwise.
 
-    Every rank of `group` (default: all) must enter and leave it, once or several times. Before
-    each launch, and at the end, each rank tells the others what it is about to do, or that it
-    raised. This costs one all-gather of 512 bytes on a separate gloo group, so use it in tests.
+    Every rank must enter and leave it, once or several times. Before each launch, and at the end,
+    each rank tells the others what it is about to do, or that it raised. This costs one all-gather
+    of 512 bytes on a separate gloo group, so use it in tests.
 
     Collectives of smaller groups must also be the same on all ranks. A rank that reaches neither a
     collective nor the end within `timeout` seconds is reported. `close`, on every rank, releases
@@ -120,13 +120,10 @@ class SameCollectives(RecordedCollectives):
     (`late_collectives`); `launched_late` holds those that are not yet.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout: float = 20.0, late: bool = False
-    ) -> None:
+    def __init__(self, timeout: float = 20.0, late: bool = False) -> None:
         super().__init__()
         self._late = late_collectives if late else nullcontext
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.side = dist.new_group(ranks, timedelta(seconds=timeout), backend="gloo")
+        self.side = dist.new_group(None, timedelta(seconds=timeout), backend="gloo")
         self.timeout = timeout
         self.mismatch: CollectiveMismatchError | None = None
         self.stuck = self.closed = False

@@ -46,7 +46,6 @@ from labkit.launch.guard import die_with_parent, own_session
 _END_WITHIN = 20.0
 _START_WITHIN = 300.0  # seconds; a server that is asked for the first time has to load torch
 SHARED = "LABKIT_FORK_SERVER"  # environment variable: whose server it is, and its address
-NOT_SHARED = "none"
 _SERVER = """
 import select, shutil, sys
 if {1} not in select.select([{0}, {1}], [], [])[0]:
@@ -244,14 +243,12 @@ def shared_server() -> Iterator[None]:
     """Inside the block, this process and all that it starts ask one server, by a variable.
 
     The server ends with the block, or with this process. A process that cannot reach it, or that
-    runs in another Python environment, starts its own; so does every process if
-    LABKIT_FORK_SERVER=none.
+    runs in another Python environment, starts its own.
     """
-    before = os.environ.get(SHARED)
-    if before == NOT_SHARED or _shared_address():
+    if _shared_address():
         yield
         return
-    server = ForkServer()
+    server, before = ForkServer(), os.environ.get(SHARED)
     os.environ[SHARED] = f"{_this_python()}:{server.start()}"
     try:
         yield

@@ -16,13 +16,10 @@ from processes import all_end, becomes
 
 from labkit.launch import forks
 from labkit.launch.forks import (
-    NOT_SHARED,
     SHARED,
     ForkServer,
     NotStartedError,
     forked,
-    is_shared,
-    shared_server,
 )
 from labkit.launch.popen import ForkedPopen
 
@@ -182,12 +179,6 @@ def test_where_the_shared_server_is_another_pythons_or_gone_a_process_starts_its
         monkeypatch.setenv(SHARED, value)
         with pytest.raises(NotStartedError), ForkServer().forked(modules_of_fork):
             pass
-
-
-def test_a_variable_turns_sharing_off(monkeypatch):
-    monkeypatch.setenv(SHARED, NOT_SHARED)
-    with shared_server():
-        assert not is_shared()
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from labkit.launch.lab import join_ranks
+from labkit.launch.lab import join_ranks, refuse
 from labkit.scenarios.meshes import WAYS, Judged, Measured, judge, measure
 from labkit.tables import table
 from miniddp.collectives.mesh import Mesh
@@ -53,9 +53,10 @@ def main(chosen: str) -> None:
     wrong = []
     with join_ranks() as place:
         if place.world_size != 4:
-            raise SystemExit(
+            refuse(
+                place,
                 f"A mesh of 2 × 2 has 4 ranks, not {place.world_size}. Start it with\n"
-                "    torchrun --standalone --nproc-per-node 4 labs/over_which_group.py"
+                "    torchrun --standalone --nproc-per-node 4 labs/over_which_group.py",
             )
         for name in MESHES if chosen == "all" else [chosen]:
             ways = WAYS[name]

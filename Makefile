@@ -130,7 +130,7 @@ figures: $(READY)
 	@$(BIN)/python -m tests.figures.figure_pages
 
 figures-stills: $(READY)
-	@$(BIN)/python -m tests.figures.stills
+	@$(BIN)/python -m tests.figures.figure_pages stills
 
 # Exit code 2 where there is no GPU. `make gpu ARGS="--device cpu"` rehearses without one.
 gpu: $(READY)

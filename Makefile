@@ -127,10 +127,10 @@ test-cluster: $(READY) $(filter test-figures,$(MAKECMDGOALS))
 	@$(BIN)/python -m pytest tests/cluster
 
 figures: $(READY)
-	@$(BIN)/python -m labkit.book.playable_page
+	@$(BIN)/python -m tests.figures.figure_pages
 
 figures-stills: $(READY)
-	@$(BIN)/python -m tests.figures.stills
+	@$(BIN)/python -m tests.figures.figure_pages stills
 
 # Exit code 2 where there is no GPU. `make gpu ARGS="--device cpu"` rehearses without one.
 gpu: $(READY)

@@ -6,6 +6,12 @@ import os
 import time
 
 
+def explained_by(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of a module, line by line."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=as_written)
+
+
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """`parser.parse_args()` on every rank; only rank 0 prints help and errors."""
     if os.environ.get("RANK", "0") == "0":

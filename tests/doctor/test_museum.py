@@ -27,7 +27,6 @@ SITUATIONS = {
     "none_skipped": "takes = [('a', 'c'), ('b', 'c')]",
     "stale_ready_count": "fails = True",
 }
-RANKS = {"divided_by_one_replica": 4, "whole_vector_ring": 3}
 TRAINER = """
 from datetime import timedelta
 import torch, torch.distributed as dist
@@ -70,12 +69,13 @@ def test_the_table_has_every_exhibit() -> None:
     assert sorted(table()) == sorted(each.name for each in museum.exhibits())
 
 
-@pytest.mark.parametrize("name", sorted(each.name for each in museum.exhibits()))
+@pytest.mark.parametrize("exhibit", museum.exhibits(), ids=lambda exhibit: exhibit.name)
 def test_the_doctor_says_of_an_exhibit_what_the_page_says(
-    server: Server, script: Callable[..., Script], name: str
+    server: Server, script: Callable[..., Script], exhibit: museum.Exhibit
 ) -> None:
+    name = exhibit.name
     text = TRAINER.format(name=name, situation=SITUATIONS.get(name, ""))
-    outcome = server.run(script(text, ranks=RANKS.get(name, 2)), doctor=True)
+    outcome = server.run(script(text, ranks=exhibit.ranks_needed), doctor=True)
     assert outcome.report is not None, outcome.errors
     findings = {one["code"]: one["severity"] for one in outcome.report["findings"]}
     expected = table()[name]

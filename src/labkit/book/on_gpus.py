@@ -77,9 +77,9 @@ def text_of_timelines(report: GpuReport) -> str:
         f"{name} {1e3 * step.ranks[0].exposed_seconds():.1f} ms exposed"
         for name, step in report.timelines.items()
     )
-    alt = f"One step of {names} on {report.card}: kernels above, all-reduces below; {exposed}."
+    alt = f"One step of {names} on {report.card}: computation above, all-reduces below; {exposed}."
     return (
-        f"On **{report.card}**, torch's profiler saw these steps of two ranks ({report.date}):\n\n"
+        f"On **{report.card}**, events of the GPU timed a step of two ranks ({report.date}):\n\n"
         f"![{alt}](/{FIGURE.as_posix()})"
     )
 

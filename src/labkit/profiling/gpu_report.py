@@ -1,4 +1,4 @@
-"""What a run of `tests.gpu` proved, on which card, and the steps that its profiler saw: one file.
+"""What a run of `tests.gpu` proved, on which card, and the steps that it timed: one file.
 
 The file is JSON. A report of a rehearsal says so, and cannot be stored for the book.
 """

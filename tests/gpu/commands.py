@@ -16,7 +16,7 @@ import torch
 
 from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import project_root
-from labkit.scenarios import cuda_random
+from labkit.scenarios.unwrapped_loss import MOST_ELEMENTS, randn
 
 from . import ENVIRONMENT, CannotProveError, Evidence, Machine
 
@@ -153,10 +153,10 @@ def draws_apart(device: torch.device) -> float:
     """The largest difference between the device's draws and their emulation; 0 on a CPU."""
     largest = 0.0
     for seed in (*range(5), *range(1000, 1005)) if device.type == "cuda" else ():
-        for shape in ((4, 4), (cuda_random.MOST_ELEMENTS,)):
+        for shape in ((4, 4), (MOST_ELEMENTS,)):
             generator = torch.Generator(device).manual_seed(seed)
             real = torch.randn(*shape, generator=generator, device=device).cpu()
-            largest = max(largest, float((real - cuda_random.randn(shape, seed)).abs().max()))
+            largest = max(largest, float((real - randn(shape, seed)).abs().max()))
     return largest
 
 

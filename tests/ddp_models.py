@@ -15,15 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(12, 300), nn.ReLU(), nn.Linear(300, 900), nn.Tanh(), nn.Linear(900, 3)
-        )
-
-    def forward(self, x):
-        return self.layers(x)
+def mlp():
+    """Of one child."""
+    layers = (nn.Linear(12, 300), nn.ReLU(), nn.Linear(300, 900), nn.Tanh(), nn.Linear(900, 3))
+    return nn.Sequential(nn.Sequential(*layers))
 
 
 class TiedWeights(nn.Module):
@@ -39,24 +34,15 @@ class TiedWeights(nn.Module):
         return self.output(self.decode(torch.tanh(self.encode(x))))
 
 
-class UsedTwice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(12, 12)
-
-    def forward(self, x):
-        return self.layer(torch.tanh(self.layer(x)))
+def used_twice():
+    layer = nn.Linear(12, 12)
+    return nn.Sequential(layer, nn.Tanh(), layer)
 
 
-class Frozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.below = nn.Linear(12, 10).requires_grad_(False)
-        self.above = nn.Linear(10, 4)
-        self.above.bias.requires_grad_(False)
-
-    def forward(self, x):
-        return self.above(torch.relu(self.below(x)))
+def frozen():
+    model = nn.Sequential(nn.Linear(12, 10).requires_grad_(False), nn.ReLU(), nn.Linear(10, 4))
+    model[2].bias.requires_grad_(False)
+    return model
 
 
 class Branches(nn.Module):
@@ -87,13 +73,8 @@ class MixedDtypes(nn.Module):
         ).float()
 
 
-class BatchNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Linear(10, 4))
-
-    def forward(self, x):
-        return self.layers(x)
+def batch_norm():
+    return nn.Sequential(nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Linear(10, 4)))
 
 
 class Convolution(nn.Module):
@@ -213,23 +194,19 @@ def _vectors(n: int) -> Tensor:
     return torch.randn(n, 12)
 
 
-def _images(n: int) -> Tensor:
-    return torch.randn(n, 3, 6, 6)
-
-
 def _sentences(n: int) -> Tensor:
     return torch.randint(0, 50, (n, 7))
 
 
 MODELS = {
-    "mlp": Model(Mlp, _vectors),
+    "mlp": Model(mlp, _vectors),
     "tied weights": Model(TiedWeights, _vectors),
-    "a parameter used twice": Model(UsedTwice, _vectors),
-    "frozen parameters": Model(Frozen, _vectors),
+    "a parameter used twice": Model(used_twice, _vectors),
+    "frozen parameters": Model(frozen, _vectors),
     "branches": Model(Branches, _vectors),
     "mixed dtypes": Model(MixedDtypes, _vectors),
-    "batch norm": Model(BatchNorm, _vectors),
-    "convolution": Model(Convolution, _images),
+    "batch norm": Model(batch_norm, _vectors),
+    "convolution": Model(Convolution, lambda n: torch.randn(n, 3, 6, 6)),
     "dense embedding": Model(lambda: Embedding(sparse=False), _sentences),
     "sparse embedding": Model(lambda: Embedding(sparse=True), _sentences),
     "odd shapes": Model(OddShapes, _vectors),

@@ -5,7 +5,6 @@
 
 import importlib
 import json
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -39,20 +38,6 @@ def test_the_right_loops_are_equal_and_the_wrong_ones_are_not() -> None:
     assert "0.8272: 1 × mean of micro-batch means" in found["plain-wrong", "WxK"].detail
 
 
-def test_a_row_is_repeated_beside_what_is_stored(capsys: pytest.CaptureFixture[str]) -> None:
-    assert survey("environments").compare(["plain-wrong"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"plain-wrong +token mean +1\.37 ∠ 0\.867 +1\.27 ∠ 0\.891", said)
-    assert "7 of 7 cells are as stored." in said
-
-
-def test_each_row_has_a_lock_with_all_that_it_needs() -> None:
-    lab = survey("environments")
-    locks = {name: lab.lock_of(name).stem for name in survey("trainers").TRAINERS}
-    assert locks["transformers-detr"] == locks["transformers"] == "core"
-    assert {"scipy", "pillow"} <= lab.locked(lab.LOCKS / "core.txt").keys()
-
-
 def test_the_page_prints_the_stored_results() -> None:
     page, rows = survey("page"), survey("stored").rows()
     shown = survey("stored").PAGE.read_text().split(page.START)[1].split(page.END)[0]
@@ -83,17 +68,6 @@ def test_a_second_program_confirms_each_cell_that_is_not_equal_or_its_line_was_r
         for name, cell in row["cells"].items():
             key = row["trainer"], name
             assert cell["text"] == "equal" or stored.agrees(cell, found.get(key)), key
-
-
-def test_a_certificate_has_the_samples_of_a_step_on_its_ranks_and_in_one_process() -> None:
-    lab = survey("as_script")
-    case = survey("trainers").TRAINERS["plain"].family.cases["WxK"]
-    ranks, one = (lab.several_steps(case, world) for world in (2, 1))
-    assert ranks.windows == one.windows == lab.PASSES
-    both = list(zip(*map(ranks.batches, range(2)), strict=True))
-    assert one.batches(0) == [first + second for first, second in both]
-    first_window = ranks.by_rank()[: len(case.samples)]
-    assert first_window == [s for rank in range(2) for batch in case.batches(rank) for s in batch]
 
 
 PROGRAM = """

@@ -10,6 +10,7 @@ import tomllib
 import venv
 import zipfile
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -147,19 +148,11 @@ def imported_by(folder: str) -> set[str]:
 
 @pytest.mark.parametrize("folder", EXTRAS_OF)
 def test_every_package_that_the_code_imports_is_declared(folder: str) -> None:
-    own = {path.name for path in ROOT.glob("src/*")} | {path.stem for path in ROOT.glob("tests/*")}
-    beside = ("book/*/*.py", "labs/*.py", "labs/*/*.py", "surveys/*/*.py", "tools/*.py")
-    own |= {
-        "doctor",
-        "surveys",
-        "tests",
-        "tools",
-        *(path.stem for pattern in beside for path in ROOT.glob(pattern)),
-    }
-    foreign = imported_by(folder) - own - set(sys.stdlib_module_names) - {"torch"}
+    origins = {name: getattr(find_spec(name), "origin", None) for name in imported_by(folder)}
+    foreign = {name for name, origin in origins.items() if "site-packages" in str(origin)}
     declared = {canonicalize_name(p) for extra in EXTRAS_OF[folder] for p in EXTRAS[extra]}
     bringing = metadata.packages_distributions()
-    brings = {name: set(map(canonicalize_name, bringing.get(name, [name]))) for name in foreign}
+    brings = {name: set(map(canonicalize_name, bringing[name])) for name in foreign - {"torch"}}
     undeclared = [name for name, brought in brings.items() if not brought & declared]
     assert undeclared == [], f"{folder} imports what pyproject.toml does not declare"
 

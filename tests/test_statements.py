@@ -13,6 +13,7 @@ from labkit.launch import RanksTimeoutError, run_ranks
 from labkit.testing import gradient_of, gradients, largest_difference
 from miniddp import MiniDDP
 from miniddp.collectives import differentiable
+from tests.on_ranks import on_ranks
 
 
 class Encoder(nn.Module):
@@ -58,14 +59,12 @@ def test_ddp_delivers_the_gradient_of_the_mean_of_any_local_losses(world_size):
 
 
 @pytest.mark.parametrize("keyword", ["find_unused_parameters", "static_graph"])
-def test_a_wrapper_that_was_not_kept_raises_with_these_keywords(keyword):
-    def work(rank: int) -> None:
-        inputs = torch.ones(2, 3) * rank
-        outputs = DistributedDataParallel(nn.Linear(3, 1), **{keyword: True})(inputs)
-        with pytest.raises(AttributeError, match="reducer"):
-            outputs.sum().backward()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_wrapper_that_was_not_kept_raises_with_these_keywords(rank: int, keyword) -> None:
+    inputs = torch.ones(2, 3) * rank
+    outputs = DistributedDataParallel(nn.Linear(3, 1), **{keyword: True})(inputs)
+    with pytest.raises(AttributeError, match="reducer"):
+        outputs.sum().backward()
 
 
 class _SharedInTheMiddle(nn.Module):
@@ -80,13 +79,11 @@ class _SharedInTheMiddle(nn.Module):
         return self.head(x)
 
 
-def test_a_reentrant_layer_used_twice_is_noticed_in_the_middle_of_a_network():
-    def work(rank: int) -> None:
-        ddp = DistributedDataParallel(_SharedInTheMiddle())
-        with pytest.raises(RuntimeError, match="ready only once"):
-            ddp(torch.ones(4, 6) + rank).sum().backward()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_reentrant_layer_used_twice_is_noticed_in_the_middle_of_a_network(rank: int) -> None:
+    ddp = DistributedDataParallel(_SharedInTheMiddle())
+    with pytest.raises(RuntimeError, match="ready only once"):
+        ddp(torch.ones(4, 6) + rank).sum().backward()
 
 
 def _after_join(rank: int, momentum: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,23 +1,29 @@
-"""labs/two_hosts.sh: a network that carries torchrun's ranks, and of which nothing stays behind."""
+"""Two hosts on this machine, of which nothing stays behind: labs/two_hosts.sh makes a network that
+carries torchrun's ranks, and labs/slurm runs its batch file on a true Slurm of two nodes.
+"""
 
 import os
 import pty
+import re
 import select
 import shutil
 import signal
 import subprocess
+import sys
 import termios
 from fcntl import ioctl
+from pathlib import Path
 
 import pytest
-from cluster.threads_table import expect_the_threads_table
 from processes import all_gone, processes_with
 
 from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import project_root
+from labkit.scenarios.toy_captioner import gradient_norms, seeded_toy_captioner, seeded_toy_data
 
 ROOT = project_root()
 TWO_HOSTS = str(ROOT / "labs" / "two_hosts.sh")
+SLURM = str(ROOT / "labs" / "slurm" / "one_machine.sh")
 CHECK_HOST = r"""
     test "$(hostname)" = "host$TWO_HOSTS_NUMBER"
     test "$(python -c 'import socket; print(socket.gethostbyname(socket.gethostname()))')" = \
@@ -25,6 +31,17 @@ CHECK_HOST = r"""
     touch "$TWO_HOSTS_SHARED/$(hostname)"
     until [ -e "$TWO_HOSTS_SHARED/host0" ] && [ -e "$TWO_HOSTS_SHARED/host1" ]; do sleep 0.02; done
 """
+
+
+def expect_the_threads_table(lines: list[str]) -> None:
+    """One table for all ranks, with the norms of one process that has all eight samples."""
+    data, model = seeded_toy_data(samples=8), seeded_toy_captioner()
+    model(*data.tensors).backward()
+    rows = [line.split() for line in lines]
+    assert lines.count("equal on ranks 0–7") == 1
+    for name, norm in gradient_norms(model).items():
+        assert [row[1:] for row in rows if row and row[0] == name] == [[f"{norm:.4f}"] * 3]
+    assert "largest difference between the three, on any rank: < 1e-06" in lines
 
 
 def two_hosts(*words: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
@@ -207,3 +224,39 @@ def test_a_machine_that_cannot_is_told_so(tool, instead, said, tmp_path):
     done = run_guarded([TWO_HOSTS, "true"], 300, env=environment)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+# Slurm --------------------------------------------------------------------------------------------
+
+
+def submit(*words: str, marker: str = "", timeout: float = 900.0):
+    virtual_environment = str(Path(sys.executable).parent.parent)
+    environment = {**os.environ, "VENV": virtual_environment, "MARKER": marker}
+    return run_guarded([SLURM, *words], timeout, cwd=ROOT, env=environment)
+
+
+def test_the_batch_file_prints_one_table_for_eight_ranks_of_two_nodes_and_leaves_nothing():
+    marker = f"slurm-{os.getpid()}"
+    done = submit(marker=marker)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^Slurm: job \d+ COMPLETED on host\[0-1\]$", done.stdout, re.MULTILINE)
+    # torchrun puts [default0]: before the lines that it passes on.
+    lines = [re.sub(r"^\[default\d\]:", "", line) for line in done.stdout.splitlines()]
+    expect_the_threads_table(lines)
+    assert all_gone(marker)
+    assert not list(ROOT.glob("slurm-*.out"))
+    assert not (ROOT / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("labs/no_such_lab.py", "no_such_lab.py"),
+        ("labs/accumulate_vs_ddp_lightning.py", "without torchrun"),
+    ],
+)
+def test_a_job_that_fails_is_said_to_have_failed(script, said):
+    done = submit("labs/slurm/two_nodes.sbatch", script)
+    assert done.returncode != 0
+    assert re.search(r"^Slurm: job \d+ FAILED on host\[0-1\]$", done.stdout, re.MULTILINE)
+    assert said in done.stdout

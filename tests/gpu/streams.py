@@ -1,4 +1,4 @@
-"""Streams and threads on a GPU: no gradient is sent, or handed out, before it is computed.
+"""Streams and memory on a GPU: no gradient is sent, or handed out, before it is computed.
 
 *Order.* Two layers, and each has its gradient accumulated on a stream of its own; one stream first
 sleeps for about a tenth of a second. The other gradient fills the bucket at once. Whatever is sent
@@ -9,28 +9,35 @@ it shows nothing.
 *Side stream.* Forward, backward and what reads the gradients run on a stream other than the
 default one, while that one is kept busy.
 
-*Thread.* Autograd calls hooks in a thread of its own for each GPU. The gradients have to be right
-when `backward()` returns, also to a thread that is not the main one.
+*Memory.* The allocator's bytes after a step and its peaks, beside torch's wrappers.
 
 On a CPU, `tests/miniddp/test_streams.py` finds a missing wait on simulated streams.
 """
 
-import threading
+import gc
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from miniddp import MiniDDP
 from miniddp.extras.comm_hooks import average
+from miniddp.sharded import fully_shard
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from tests.miniddp.beside_torch import mesh_of, shard
 
-from .machine import Evidence, Machine
+from . import CannotProveError, Evidence, Machine, deterministic
 
-WIDTH, WIDE, STEPS = 64, 1024, 4
+WIDTH, WIDE, LAYERS, STEPS = 64, 1024, 24, 4
 CYCLES = 200_000_000
 CONTROL = ": without the wait, some have to be wrong"
 
@@ -71,6 +78,11 @@ class TwoStreams(nn.Module):
         return first, second
 
 
+def drawn(rank: int, rows: int, width: int, device: torch.device, step: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(rows, width, generator=generator).to(device)
+
+
 def average_of(x: Tensor) -> Tensor:
     """What both weights' gradients have to be, on every rank, for the sum of all outputs."""
     total = x.sum(0)
@@ -82,17 +94,15 @@ def wrong_gradients(rank: int, device: torch.device, views: bool, waits: bool) -
     """On each rank: how many of 2 * STEPS gradients are wrong; without `waits`, if none is made."""
     torch.manual_seed(0)
     wrapped = DropIn(TwoStreams(device), gradient_as_bucket_view=views)
+    no_wait = mock.patch.object(torch.cuda.Stream, "wait_stream")
     wrong = 0
     for step in range(STEPS):
-        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-        x = x.to(device)
+        x = drawn(rank, 8, WIDTH, device, step)
         wanted = average_of(x)
         wrapped.zero_grad()
         torch.cuda.synchronize(device)
         first, second = wrapped(x)
-        with ExitStack() as stack:
-            if not waits:
-                stack.enter_context(mock.patch.object(torch.cuda.Stream, "wait_stream"))
+        with nullcontext() if waits else no_wait:
             (first.sum() + second.sum()).backward()
         torch.cuda.synchronize(device)
         for parameter in wrapped.parameters():
@@ -100,91 +110,120 @@ def wrong_gradients(rank: int, device: torch.device, views: bool, waits: bool) -
     return wrong
 
 
-def on_a_side_stream(rank: int, device: torch.device, hooked: bool) -> int:
-    """On each rank: how often gradients, read on the stream of the step, were not the average."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(6)]).to(device)
-    wrapped = DropIn(layers, bucket_cap_mb=WIDE * WIDE * 4 / 2**20)
-    if hooked:
-        wrapped.register_comm_hook(None, average)
-    x = torch.randn(32, WIDE, generator=torch.Generator().manual_seed(rank)).to(device)
+def wrong_steps(model: nn.Module, x: Tensor) -> int:
+    """How many of STEPS steps on a side stream return other bits than one on the default stream."""
 
     def step() -> list[Tensor]:
-        wrapped.zero_grad()
-        wrapped(x).sum().backward()
-        return [parameter.grad.clone() for parameter in wrapped.parameters()]
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
 
-    return wrong_steps(step, device)
-
-
-def wrong_steps(step: Callable[[], list[Tensor]], device: torch.device) -> int:
-    """How many of STEPS steps on a side stream return other bits than one on the default stream."""
     step()  # from the second on, buckets are packed anew and gathers are prefetched
     wanted = step()
-    torch.cuda.synchronize(device)
-    side, wrong = torch.cuda.Stream(device), 0
+    torch.cuda.synchronize(x.device)
+    side, wrong = torch.cuda.Stream(x.device), 0
     for _ in range(STEPS):
-        side.wait_stream(torch.cuda.current_stream(device))
+        side.wait_stream(torch.cuda.current_stream(x.device))
         torch.cuda._sleep(CYCLES)
         with torch.cuda.stream(side):
             found = step()
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(x.device)
         wrong += not all(map(torch.equal, found, wanted))
     return wrong
 
 
-def in_a_thread(rank: int, device: torch.device) -> tuple[bool, bool]:
-    """On each rank: whether hooks ran in another thread than backward; whether all was right."""
+def layers(count: int, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    layer = nn.Linear(WIDTH, WIDTH, bias=False).to(device)
-    wrapped = DropIn(layer)
-    threads: set[int] = set()
-    layer.weight.register_post_accumulate_grad_hook(
-        lambda parameter: threads.add(threading.get_native_id())
-    )
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(rank)).to(device)
-    wanted, right, callers = average_of(x), [], set()
+    return nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(count)]).to(device)
 
-    def steps() -> None:
-        callers.add(threading.get_native_id())
-        for _ in range(STEPS):
-            wrapped.zero_grad()
-            wrapped(x).sum().backward()
-            right.append(torch.allclose(layer.weight.grad, wanted, rtol=1e-4, atol=1e-4))
 
-    thread = threading.Thread(target=steps)
-    thread.start()
-    thread.join()
-    steps()
-    return not (threads & callers), all(right) and len(right) == 2 * STEPS
+def sharded(how: Callable[..., Any], module: nn.Module) -> nn.Module:
+    """Each layer in a group of its own."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    mesh = mesh_of(next(module.parameters()).device, dist.get_world_size())
+    return shard(module, "", how, mesh=mesh)
 
 
 def in_order(rank: int, world_size: int, device: torch.device) -> dict[str, int]:
     """On each rank, by case: wrong gradients of *order*, and wrong steps of *side stream*."""
-    found = {}
+    deterministic(device)
+    found, x = {}, drawn(rank, 32, WIDE, device)
     for views in (False, True):
         name = "stream order" + (", views" if views else "")
         found[name] = wrong_gradients(rank, device, views, waits=True)
         if world_size > 1:
             found[name + CONTROL] = wrong_gradients(rank, device, views, waits=False)
     for hooked in (False, True):
+        wrapped = DropIn(layers(6, device), bucket_cap_mb=WIDE * WIDE * 4 / 2**20)
+        if hooked:
+            wrapped.register_comm_hook(None, average)
         name = "a step on a side stream" + (", comm hook" if hooked else "")
-        found[name] = on_a_side_stream(rank, device, hooked)
+        found[name] = wrong_steps(wrapped, x)
+    if world_size == 2:
+        found["fully_shard on a side stream"] = wrong_steps(
+            sharded(fully_shard, layers(6, device)), x
+        )
     return found
 
 
 def find(machine: Machine) -> Iterator[Evidence]:
-    for group in machine.groups():
-        if machine.kind == "cuda":
-            of_ranks = group.run(in_order)
-            for name in of_ranks[0]:
-                wrong = sum(found[name] for found in of_ranks)
-                holds = wrong > 0 if name.endswith(CONTROL) else wrong == 0
-                yield Evidence(name, group.label, holds, f"{wrong} wrong")
-        of_ranks = group.run(in_a_thread)
-        elsewhere = all(found[0] for found in of_ranks)
-        right = all(found[1] for found in of_ranks)
-        # Only a GPU has a thread of its own; a graph on the CPU runs in the caller's.
-        holds = right and elsewhere == (machine.kind == "cuda")
-        where = "in autograd's thread of the GPU" if elsewhere else "in the caller's thread"
-        yield Evidence("backward in two threads", group.label, holds, f"hooks ran {where}")
+    if machine.kind == "cpu":
+        raise CannotProveError("a CPU has no streams")
+    for ranks in machine.worlds():
+        of_ranks = machine.run(ranks, in_order)
+        for name in of_ranks[0]:
+            wrong = sum(found[name] for found in of_ranks)
+            holds = wrong > 0 if name.endswith(CONTROL) else wrong == 0
+            yield Evidence(name, machine.on(ranks), holds, f"{wrong} wrong")
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "MiniDDP": (MiniDDP, DistributedDataParallel),
+    "MiniDDP, views": tuple(
+        partial(wrap, gradient_as_bucket_view=True) for wrap in (MiniDDP, DistributedDataParallel)
+    ),
+    "fully_shard": tuple(partial(sharded, how) for how in (fully_shard, torchs_fully_shard)),
+}
+"""Ours, and torch's."""
+
+
+def memory(rank: int, device: torch.device, make: Callable[..., Any]) -> list[float]:
+    """On each rank: bytes of the allocator, divided by those of all parameters.
+
+    After a step; the peak of the step that rebuilds the buckets; that of a later step. All that the
+    wrapper, its module, and Adam hold is counted.
+    """
+    x = drawn(rank, 1, WIDE, device)
+    layers(1, device)(x).sum().backward()  # cuBLAS takes its workspace at the first product
+    gc.collect()
+    before, peaks = torch.cuda.memory_allocated(device), []
+    wrapped = make(layers(LAYERS, device))
+    optimizer = torch.optim.Adam(wrapped.parameters(), foreach=False)
+    for _ in range(4):
+        optimizer.zero_grad()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        wrapped(x).square().mean().backward()
+        torch.cuda.synchronize(device)
+        peaks.append(torch.cuda.max_memory_allocated(device))
+        optimizer.step()
+    moments = (torch.cuda.memory_allocated(device), peaks[1], peaks[-1])
+    return [(moment - before) / (4 * WIDE * WIDE * LAYERS) for moment in moments]
+
+
+def find_memory(machine: Machine) -> Iterator[Evidence]:
+    if machine.kind == "cpu":
+        raise CannotProveError("a CPU has no allocator that counts")
+    for ranks in machine.worlds():
+        for name, ways in WAYS.items():
+            # Of each moment, the rank that holds the most.
+            ours, torchs = (
+                list(map(max, zip(*machine.run(ranks, memory, way), strict=True))) for way in ways
+            )
+            # The allocator rounds up; a layer is 0.04 of the parameters.
+            holds = all(a <= b + 0.04 for a, b in zip(ours, torchs, strict=True))
+            numbers = " ".join(f"{a:.2f}/{b:.2f}" for a, b in zip(ours, torchs, strict=True))
+            said = f"after a step, rebuild's peak, later peak, ours/torch's: {numbers} × parameters"
+            yield Evidence(f"memory of {name}", machine.on(ranks), holds, said)

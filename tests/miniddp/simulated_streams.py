@@ -24,10 +24,6 @@ from torch.utils._pytree import tree_leaves
 
 from miniddp.ddp import MiniDDP
 
-WAITS = (
-    "miniddp.bucket.Bucket.wait_for_streams",
-    "miniddp.reducer.wait_for_default_stream",
-)
 WIDTH, STEPS = 6, 3
 
 
@@ -58,8 +54,8 @@ class SimulatedStreams(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.default = self.current = Stream("default")
-        self.written: dict[int, tuple[str, int, str]] = {}
-        self.read: dict[int, dict[str, tuple[int, str]]] = {}
+        self.uses: dict[int, list[tuple[str, int, str, bool]]] = {}
+        """Of each memory, the last write and what was read since: stream, count, name, a write?"""
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -104,8 +100,7 @@ class SimulatedStreams(TorchDispatchMode):
             old = set()
         made = [tensor for tensor in _tensors(result) if _memory(tensor) not in old]
         for tensor in made:  # the allocator may hand out what a tensor before has left
-            self.written.pop(_memory(tensor), None)
-            self.read.pop(_memory(tensor), None)
+            self.uses.pop(_memory(tensor), None)
         if func.is_view:
             return result
         written = _written(func, args, kwargs)
@@ -117,22 +112,17 @@ class SimulatedStreams(TorchDispatchMode):
         self, stream: Stream, name: str, read: list[Tensor], written: list[Tensor]
     ) -> None:
         stream.seen[stream.name] += 1
-        now = stream.seen[stream.name]
-        for memory in {_memory(tensor) for tensor in (*read, *written)}:
-            if memory in self.written:
-                self._check(stream, name, *self.written[memory])
-        for memory in {_memory(tensor) for tensor in written}:
-            for reader, (count, reading) in self.read.pop(memory, {}).items():
-                self._check(stream, name, reader, count, reading)
-            self.written[memory] = (stream.name, now, name)
-        for memory in {_memory(tensor) for tensor in read}:
-            self.read.setdefault(memory, {})[stream.name] = (now, name)
-
-    def _check(self, stream: Stream, name: str, other: str, count: int, before: str) -> None:
-        if stream.seen.get(other, 0) < count:
-            raise RaceError(
-                f"{name} on stream {stream.name} does not wait for {before} on stream {other}"
-            )
+        changed = {_memory(tensor) for tensor in written}
+        for memory in {_memory(tensor) for tensor in read} | changed:
+            writes, uses = memory in changed, self.uses.get(memory, [])
+            for other, count, before, wrote in uses:
+                if (writes or wrote) and stream.seen.get(other, 0) < count:
+                    raise RaceError(
+                        f"{name} on stream {stream.name} does not wait for {before} on stream "
+                        f"{other}"
+                    )
+            use = (stream.name, stream.seen[stream.name], name, writes)
+            self.uses[memory] = [use] if writes else [*uses, use]
 
 
 class OnStream(torch.autograd.Function):
@@ -208,17 +198,6 @@ def train_two_branches(
             backward(loss, streams, module.branches)
             seen.append([parameter.grad.clone() for parameter in module.parameters()])
     return seen, x.sum(0)
-
-
-def race_of_a_step(rank: int, removed: str | None, views: bool = False) -> str | None:
-    """On each rank: the race that is found once one of `WAITS` does nothing."""
-    patched = mock.patch(removed) if removed else contextlib.nullcontext()
-    with patched:
-        try:
-            train_two_branches(rank, views)
-        except RaceError as race:
-            return str(race)
-    return None
 
 
 def _is_asked_by_miniddp(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit.launch.ranks import run_ranks
+from labkit.testing.compare import gradients
 from labkit.testing.invariants import INVARIANTS, violations
 from labkit.testing.overlap import communication_overlaps_backward
 from labkit.testing.watch import RecordedCollectives, SameCollectives
@@ -20,6 +21,7 @@ from miniddp.ladder import (
     OverlappedPerParameter,
     PerParameter,
 )
+from tests.on_ranks import on_ranks
 
 OVERLAPPED = (OverlappedPerParameter, BucketedOverlapped)
 
@@ -63,134 +65,114 @@ def test_each_rung_launches_as_many_collectives_of_as_many_bytes_as_its_docstrin
         assert bucketed_overlapped == (4, buckets)
 
 
-def test_gradients_may_be_of_several_dtypes_and_parameters_empty():
-    def work(rank):
-        for wrap in RUNGS:
-            values = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64), torch.zeros(0)]
-            values += [torch.zeros(2, dtype=torch.complex64), torch.zeros(4, dtype=torch.bfloat16)]
-            module = nn.ParameterList(values)
-            rung = wrap(module)
-            for number, parameter in enumerate(module, start=1):
-                (parameter * (number + rank)).sum().real.backward()
-            rung.finish()
-            for number, parameter in enumerate(module, start=1):
-                assert torch.equal(parameter.grad, torch.full_like(parameter, number + 0.5))
-
-    run_ranks(work, 2, device="cpu")
+@on_ranks(2, device="cpu")
+def test_gradients_may_be_of_several_dtypes_and_parameters_empty(rank):
+    for wrap in RUNGS:
+        values = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64), torch.zeros(0)]
+        values += [torch.zeros(2, dtype=torch.complex64), torch.zeros(4, dtype=torch.bfloat16)]
+        module = nn.ParameterList(values)
+        rung = wrap(module)
+        for number, parameter in enumerate(module, start=1):
+            (parameter * (number + rank)).sum().real.backward()
+        rung.finish()
+        for number, parameter in enumerate(module, start=1):
+            assert torch.equal(parameter.grad, torch.full_like(parameter, number + 0.5))
 
 
-def test_gradients_that_are_negated_or_conjugated_lazily_are_averaged_by_their_values():
-    def work(rank):
-        for wrap in RUNGS:
-            module = nn.ParameterDict(
-                {name: torch.tensor(1.0) for name in ("real", "imaginary")}
-                | {"whole": torch.tensor(1 + 2j)}
-            )
-            rung = wrap(module)
-            turned = torch.complex(module["real"], module["imaginary"]).conj()
-            ((turned + module["whole"].conj()) * (2 + rank + 4j)).real.backward()
-            if not rung.overlaps:  # those that do have already divided it
-                assert module["imaginary"].grad.is_neg()
-                assert module["whole"].grad.is_conj()
-            rung.finish()
-            # PyTorch's gradient of Re(conj(z)·c) with respect to z is c.
-            right = {"real": 2.5, "imaginary": 4.0, "whole": 2.5 + 4j}
-            assert {name: p.grad.item() for name, p in module.items()} == right
-
-    run_ranks(work, 2, device="cpu")
+@on_ranks(2, device="cpu")
+def test_gradients_that_are_negated_or_conjugated_lazily_are_averaged_by_their_values(rank):
+    for wrap in RUNGS:
+        module = nn.ParameterDict(
+            {name: torch.tensor(1.0) for name in ("real", "imaginary")}
+            | {"whole": torch.tensor(1 + 2j)}
+        )
+        rung = wrap(module)
+        turned = torch.complex(module["real"], module["imaginary"]).conj()
+        ((turned + module["whole"].conj()) * (2 + rank + 4j)).real.backward()
+        if not rung.overlaps:  # those that do have already divided it
+            assert module["imaginary"].grad.is_neg()
+            assert module["whole"].grad.is_conj()
+        rung.finish()
+        # PyTorch's gradient of Re(conj(z)·c) with respect to z is c.
+        right = {"real": 2.5, "imaginary": 4.0, "whole": 2.5 + 4j}
+        assert {name: p.grad.item() for name, p in module.items()} == right
 
 
-def test_a_rung_on_a_group_leaves_the_other_ranks_alone():
-    def work(rank):
-        group = dist.new_group([1, 2])
-        if rank == 0:
-            return None
-        found = []
-        for wrap in RUNGS:
-            module = nn.Linear(2, 1, bias=False)
-            nn.init.constant_(module.weight, float(rank))
-            rung = wrap(module, group)
-            module(torch.tensor([[1.0, 10.0]]) * rank).sum().backward()
-            rung.finish()
-            found.append((module.weight.tolist(), module.weight.grad.tolist()))
-        return found
-
-    expected = [([[1.0, 1.0]], [[1.5, 15.0]])] * len(RUNGS)
-    assert run_ranks(work, 3, device="cpu") == [None, expected, expected]
+@on_ranks(3, device="cpu")
+def test_a_rung_on_a_group_leaves_the_other_ranks_alone(rank):
+    group = dist.new_group([1, 2])
+    for wrap in RUNGS if rank else ():
+        module = nn.Linear(2, 1, bias=False)
+        nn.init.constant_(module.weight, float(rank))
+        rung = wrap(module, group)
+        module(torch.tensor([[1.0, 10.0]]) * rank).sum().backward()
+        rung.finish()
+        assert module.weight.tolist() == [[1.0, 1.0]]
+        assert module.weight.grad.tolist() == [[1.5, 15.0]]
 
 
-def test_after_a_backward_that_raised_on_one_rank_finish_makes_the_next_step_right():
-    class Raises(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
 
-        @staticmethod
-        def backward(ctx, gradient):
-            raise MemoryError
+    @staticmethod
+    def backward(ctx, gradient):
+        raise MemoryError
 
-    def work(rank):
-        found = []
-        for wrap in RUNGS:
-            torch.manual_seed(0)
-            module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-            reference = deepcopy(module)
-            rung = wrap(module)
-            with SameCollectives():
-                x = torch.full((1, 4), 1.0 + rank)
-                middle = module[1](module[0](x))
-                middle = Raises.apply(middle) if rank == 1 else middle
-                try:
-                    module[2](middle).sum().backward()
-                except MemoryError:
-                    assert rank == 1
-                finally:
-                    rung.finish()
-                module.zero_grad()
-                module(x).square().sum().backward()
+
+@on_ranks(3, device="cpu")
+def test_after_a_backward_that_raised_on_one_rank_finish_makes_the_next_step_right(rank):
+    for wrap in RUNGS:
+        torch.manual_seed(0)
+        module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+        reference = deepcopy(module)
+        rung = wrap(module)
+        with SameCollectives():
+            x = torch.full((1, 4), 1.0 + rank)
+            middle = module[1](module[0](x))
+            middle = Raises.apply(middle) if rank == 1 else middle
+            try:
+                module[2](middle).sum().backward()
+            except MemoryError:
+                assert rank == 1
+            finally:
                 rung.finish()
-            whole = torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 4)
-            (reference(whole).square().sum() / 3).backward()
-            for ours, right in zip(module.parameters(), reference.parameters(), strict=True):
-                found.append(float((ours.grad - right.grad).abs().max() / right.grad.abs().max()))
-        return max(found)
+            module.zero_grad()
+            module(x).square().sum().backward()
+            rung.finish()
+        whole = torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 4)
+        (reference(whole).square().sum() / 3).backward()
+        torch.testing.assert_close(gradients(module), gradients(reference))
 
-    assert max(run_ranks(work, 3, device="cpu")) < 1e-6
 
-
-def test_a_second_backward_before_finish_is_refused_with_the_next_action():
-    def work(rank):
-        for wrap in OVERLAPPED:
-            rung = wrap(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
-            x = torch.full((1, 3), 1.0 + rank)
+@on_ranks(2, device="cpu")
+def test_a_second_backward_before_finish_is_refused_with_the_next_action(rank):
+    for wrap in OVERLAPPED:
+        rung = wrap(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+        x = torch.full((1, 3), 1.0 + rank)
+        rung(x).sum().backward()
+        said = r"^the gradient of 1\.bias arrived a second time before.*finish\(\).*no_sync\(\)"
+        with pytest.raises(RuntimeError, match=f"(?s){said}"):
             rung(x).sum().backward()
-            said = r"^the gradient of 1\.bias arrived a second time before.*finish\(\).*no_sync\(\)"
-            with pytest.raises(RuntimeError, match=f"(?s){said}"):
-                rung(x).sum().backward()
-
-    run_ranks(work, 2, device="cpu")
 
 
-def test_a_module_with_nothing_to_average_on_one_rank_raises_on_every_rank():
-    def work(rank):
-        module = nn.Linear(2, 2)
-        module.requires_grad_(rank == 0)
-        said = "(?s)^Some ranks cannot take part.*rank 1: ValueError" if rank == 0 else ""
-        with pytest.raises(RuntimeError if rank == 0 else ValueError, match=said):
-            Flat(module)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_module_with_nothing_to_average_on_one_rank_raises_on_every_rank(rank):
+    module = nn.Linear(2, 2)
+    module.requires_grad_(rank == 0)
+    said = "(?s)^Some ranks cannot take part.*rank 1: ValueError" if rank == 0 else ""
+    with pytest.raises(RuntimeError if rank == 0 else ValueError, match=said):
+        Flat(module)
 
 
-def test_no_sync_ends_also_when_the_pass_raises():
-    def work(rank):
-        rung = BucketedOverlapped(nn.Linear(2, 2))
-        with pytest.raises(KeyError), rung.no_sync():
-            raise KeyError
+@on_ranks(2, device="cpu")
+def test_no_sync_ends_also_when_the_pass_raises(rank):
+    rung = BucketedOverlapped(nn.Linear(2, 2))
+    with pytest.raises(KeyError), rung.no_sync():
+        raise KeyError
+    with rung.no_sync():
         with rung.no_sync():
-            with rung.no_sync():
-                pass
-            nested = rung.accumulating
-        return nested, rung.accumulating
-
-    assert run_ranks(work, 2, device="cpu") == [(True, False)] * 2
+            pass
+        assert rung.accumulating
+    assert not rung.accumulating

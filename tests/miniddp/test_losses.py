@@ -21,6 +21,7 @@ from miniddp.losses import (
     loss_scale,
     token_cross_entropy,
 )
+from tests.on_ranks import on_ranks
 
 VOCABULARY = 7
 PADDING = -100
@@ -116,64 +117,60 @@ def test_one_batch_and_micro_batches_give_loss_and_gradient_of_the_full_batch(
             assert largest_difference(found, true) < 1e-14
 
 
-def test_counts_and_sums_come_in_any_type_and_are_exact_beyond_the_integers_of_float32() -> None:
-    def work(rank: int) -> None:
-        n = rank + 1
-        counts = [n, float(n), torch.tensor(n), torch.tensor([n], dtype=torch.uint8)]
-        counts += [torch.tensor(float(n), dtype=torch.bfloat16)]
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            for count in counts:
-                loss_sum = torch.tensor(10.0 * n, dtype=dtype, requires_grad=True)
-                loss = global_mean(loss_sum, count)
-                loss.backward()
-                assert loss.dtype == dtype
-                # 60 in all over 6 items; W/N = 3/6
-                assert (loss.item(), loss_sum.grad.item()) == (10.0, 0.5)
-        learned = torch.tensor(float(n), requires_grad=True)
-        global_mean(torch.tensor(1.0, requires_grad=True), learned).backward()
-        assert learned.grad is None
-        accuracy = global_mean(torch.tensor(rank), n)
-        assert (accuracy.item(), accuracy.dtype) == (0.5, torch.float32)
-        many = 2**24
-        assert loss_scale(many + rank) == 3 / (3 * many + 3)
-        assert global_mean(torch.tensor(float(many), requires_grad=True), many).item() == 1.0
-
-    run_ranks(work, 3)
-
-
-def test_the_mean_is_over_the_ranks_of_the_group() -> None:
-    def work(rank: int) -> None:
-        group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-        loss_sum = torch.tensor(float(rank), requires_grad=True)
-        loss = global_mean(loss_sum, rank + 1, group)
-        loss.backward()
-        found = loss.item(), loss_sum.grad.item(), loss_scale(rank + 1, group)
-        assert found == pytest.approx((4 / 6, 2 / 6, 2 / 6) if rank % 2 else (2 / 4, 2 / 4, 2 / 4))
-
-    run_ranks(work, 4)
+@on_ranks(3)
+def test_counts_and_sums_come_in_any_type_and_are_exact_beyond_the_integers_of_float32(
+    rank: int,
+) -> None:
+    n = rank + 1
+    counts = [n, float(n), torch.tensor(n), torch.tensor([n], dtype=torch.uint8)]
+    counts += [torch.tensor(float(n), dtype=torch.bfloat16)]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for count in counts:
+            loss_sum = torch.tensor(10.0 * n, dtype=dtype, requires_grad=True)
+            loss = global_mean(loss_sum, count)
+            loss.backward()
+            assert loss.dtype == dtype
+            # 60 in all over 6 items; W/N = 3/6
+            assert (loss.item(), loss_sum.grad.item()) == (10.0, 0.5)
+    learned = torch.tensor(float(n), requires_grad=True)
+    global_mean(torch.tensor(1.0, requires_grad=True), learned).backward()
+    assert learned.grad is None
+    accuracy = global_mean(torch.tensor(rank), n)
+    assert (accuracy.item(), accuracy.dtype) == (0.5, torch.float32)
+    many = 2**24
+    assert loss_scale(many + rank) == 3 / (3 * many + 3)
+    assert global_mean(torch.tensor(float(many), requires_grad=True), many).item() == 1.0
 
 
-def test_what_makes_no_sense_on_one_rank_is_refused_on_every_rank() -> None:
-    def work(rank: int) -> None:
-        zero = torch.zeros((), requires_grad=True)
-        bad = r"^a negative or infinite count \(or NaN\) on 1 of 3 ranks"
-        own = -1 if rank == 1 else 4
-        only = rf"^loss_sum requires a gradient on 1 of 3 ranks only \(this one: {rank == 0}\)"
-        for said, call in (
-            ("^the count is 0 on every rank", lambda: global_mean(zero, 0)),
-            ("^the count is 0 on every rank", lambda: loss_scale(torch.tensor(0))),
-            (f"{bad}; this one's is {own}", lambda: global_mean(zero, own)),
-            (bad, lambda: loss_scale(float("nan") if rank == 0 else 4)),
-            (bad, lambda: global_mean(zero, float("inf") if rank == 2 else 4)),
-            (only, lambda: global_mean(zero if rank == 0 else zero.detach(), rank + 1)),
-            (r"^loss_sum has shape \(3,\): add", lambda: global_mean(torch.zeros(3) + rank, 3)),
-            (r"^count has shape \(2,\): pass one", lambda: global_mean(zero, torch.ones(2))),
-        ):
-            with pytest.raises(ValueError, match=said):
-                call()
-        dist.barrier()  # nobody was left behind in a collective
+@on_ranks(4)
+def test_the_mean_is_over_the_ranks_of_the_group(rank: int) -> None:
+    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    loss_sum = torch.tensor(float(rank), requires_grad=True)
+    loss = global_mean(loss_sum, rank + 1, group)
+    loss.backward()
+    found = loss.item(), loss_sum.grad.item(), loss_scale(rank + 1, group)
+    assert found == pytest.approx((4 / 6, 2 / 6, 2 / 6) if rank % 2 else (2 / 4, 2 / 4, 2 / 4))
 
-    run_ranks(work, 3)
+
+@on_ranks(3)
+def test_what_makes_no_sense_on_one_rank_is_refused_on_every_rank(rank: int) -> None:
+    zero = torch.zeros((), requires_grad=True)
+    bad = r"^a negative or infinite count \(or NaN\) on 1 of 3 ranks"
+    own = -1 if rank == 1 else 4
+    only = rf"^loss_sum requires a gradient on 1 of 3 ranks only \(this one: {rank == 0}\)"
+    for said, call in (
+        ("^the count is 0 on every rank", lambda: global_mean(zero, 0)),
+        ("^the count is 0 on every rank", lambda: loss_scale(torch.tensor(0))),
+        (f"{bad}; this one's is {own}", lambda: global_mean(zero, own)),
+        (bad, lambda: loss_scale(float("nan") if rank == 0 else 4)),
+        (bad, lambda: global_mean(zero, float("inf") if rank == 2 else 4)),
+        (only, lambda: global_mean(zero if rank == 0 else zero.detach(), rank + 1)),
+        (r"^loss_sum has shape \(3,\): add", lambda: global_mean(torch.zeros(3) + rank, 3)),
+        (r"^count has shape \(2,\): pass one", lambda: global_mean(zero, torch.ones(2))),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+    dist.barrier()  # nobody was left behind in a collective
 
 
 @given(

@@ -8,6 +8,7 @@ from torch import nn
 
 from labkit.launch.ranks import run_ranks
 from miniddp.manual import average_gradients
+from tests.on_ranks import on_ranks
 
 
 def test_the_sum_is_the_average_times_the_number_of_ranks():
@@ -69,29 +70,25 @@ def test_any_shapes_dtypes_and_missing_gradients_average_alike_each_and_flat(
                 assert torch.allclose(gradient.to(torch.complex128), wanted, atol=tolerance)
 
 
-def test_half_precision_sums_do_not_overflow_on_the_way_to_their_average():
-    def work(rank):
-        for flat in (False, True):
-            module = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.float16))])
-            module[0].grad = torch.full((3,), 30000.0 + 100 * rank, dtype=torch.float16)
-            average_gradients(module, flat=flat)
-            assert torch.allclose(module[0].grad.float(), torch.tensor(30150.0), atol=50)
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_half_precision_sums_do_not_overflow_on_the_way_to_their_average(rank):
+    for flat in (False, True):
+        module = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.float16))])
+        module[0].grad = torch.full((3,), 30000.0 + 100 * rank, dtype=torch.float16)
+        average_gradients(module, flat=flat)
+        assert torch.allclose(module[0].grad.float(), torch.tensor(30150.0), atol=50)
 
 
-def test_sparse_and_expanded_gradients_become_dense_averages():
-    def work(rank):
-        for flat in (False, True):
-            table = nn.Embedding(4, 2, sparse=True)
-            table(torch.tensor([rank])).sum().backward()
-            bias = nn.Parameter(torch.zeros(3))
-            bias.grad = torch.tensor(float(rank)).expand(3)
-            average_gradients(nn.ModuleDict({"t": table, "b": nn.ParameterList([bias])}), flat=flat)
-            assert table.weight.grad.tolist() == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
-            assert bias.grad.tolist() == [0.5] * 3
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_sparse_and_expanded_gradients_become_dense_averages(rank):
+    for flat in (False, True):
+        table = nn.Embedding(4, 2, sparse=True)
+        table(torch.tensor([rank])).sum().backward()
+        bias = nn.Parameter(torch.zeros(3))
+        bias.grad = torch.tensor(float(rank)).expand(3)
+        average_gradients(nn.ModuleDict({"t": table, "b": nn.ParameterList([bias])}), flat=flat)
+        assert table.weight.grad.tolist() == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
+        assert bias.grad.tolist() == [0.5] * 3
 
 
 def test_a_module_without_trainable_parameters_is_left_alone_and_another_way_is_refused():

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from labkit.launch.ranks import run_ranks
+from labkit.testing.compare import gradients
 from miniddp import MiniDDP, reducer
 from miniddp.extras import comm_hooks
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from tests.on_ranks import on_ranks
 
 BOTH = pytest.mark.parametrize("wrapper", [MiniDDP, DropIn])
 
@@ -57,11 +59,12 @@ def events_of(rank: int, orders: list[list[int]], steps: int) -> list[list[tuple
     return seen, torch.cat([p.grad.flatten() for p in wrapped.parameters()])
 
 
-def test_buckets_launch_in_one_order_though_gradients_arrive_in_another_on_each_rank():
+def test_after_the_first_backward_buckets_launch_in_one_order_however_gradients_arrive():
     orders = [[0, 1, 2, 3], [3, 1, 0, 2], [2, 0, 3, 1]]
     per_rank = run_ranks(events_of, 3, orders, 3)
     arrivals = []
-    for (_, _, events), gradient in per_rank:
+    for (first, _, events), gradient in per_rank:
+        assert [what for what, _ in first] == ["gradient"] * 8 + ["launch"]
         assert [number for what, number in events if what == "launch"] == [0, 1, 2, 3]
         arrivals.append([number for what, number in events if what == "gradient"])
         assert torch.equal(gradient, per_rank[0][1])
@@ -71,129 +74,110 @@ def test_buckets_launch_in_one_order_though_gradients_arrive_in_another_on_each_
     assert [what for what, _ in events] == ["gradient", "gradient", "launch"] * 4
 
 
-def test_the_first_backward_sends_one_bucket_and_later_ones_overlap():
-    ((first, second, third), _), *_ = run_ranks(events_of, 2, [[0, 1, 2, 3]] * 2, 3)
-    assert [what for what, _ in first] == ["gradient"] * 8 + ["launch"]
-    assert second == third
-    assert second.index(("launch", 0)) < second.index(second[-2])
+@on_ranks(2)
+def test_accumulation_communicates_in_the_last_micro_batch_only_and_views_stay_views(rank):
+    warnings.simplefilter("error")  # a local backward is announced by no_sync()
+    wrapped = DropIn(AnyOrder(), gradient_as_bucket_view=True)
+    launches = []
 
+    def count(state, bucket):
+        launches.append(bucket.index())
+        return comm_hooks.average(state, bucket)
 
-def test_accumulation_communicates_in_the_last_micro_batch_only_and_views_stay_views():
-    def work(rank):
-        warnings.simplefilter("error")  # a local backward is announced by no_sync()
-        wrapped = DropIn(AnyOrder(), gradient_as_bucket_view=True)
-        launches = []
-
-        def count(state, bucket):
-            launches.append(bucket.index())
-            return comm_hooks.average(state, bucket)
-
-        wrapped.register_comm_hook(None, count)
-        torch.manual_seed(rank)
-        for micro in range(8):
-            launches.clear()
-            wrapped.require_backward_grad_sync = micro % 4 == 3
-            wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
-            assert len(launches) == (micro % 4 == 3)
-        buffers = {b.buffer.untyped_storage().data_ptr() for b in wrapped.reducer.buckets}
-        assert {p.grad.untyped_storage().data_ptr() for p in wrapped.parameters()} <= buffers
-
-    run_ranks(work, 2)
-
-
-@BOTH
-def test_a_nested_no_sync_leaves_the_outer_one_in_force_and_buffers_are_synchronized_if_asked_for(
-    wrapper,
-):
-    def work(rank):
-        module = nn.Linear(2, 2)
-        module.register_buffer("offset", torch.zeros(2))
-        wrapped = wrapper(module)
-        x = torch.full((1, 2), 1.0 + rank)
-        with wrapped.no_sync():
-            with wrapped.no_sync():
-                pass
-            wrapped(x).sum().backward()
-        assert torch.equal(module.weight.grad, torch.full((2, 2), 1.0 + rank))
-        wrapped(x).sum().backward()
-        module.offset = torch.full((2,), float(rank))
-        wrapped(x)
-        assert torch.equal(module.offset, torch.zeros(2))
-        own = nn.BatchNorm1d(2, momentum=1.0)
-        unsynced = wrapper(own, broadcast_buffers=False)
-        for _ in range(2):
-            unsynced(x.expand(2, 2)).sum().backward()
-            seen = own.running_mean.clone()
-        unsynced.eval()(x)
-        assert torch.equal(own.running_mean, seen)
-
-    run_ranks(work, 2)
-
-
-@BOTH
-def test_a_wrapper_frees_its_buckets_at_once_without_waiting_for_the_garbage_collector(wrapper):
-    def work():
-        wrapped = wrapper(AnyOrder(), find_unused_parameters=True)
-        wrapped(torch.randn(4, 8), [0, 1]).sum().backward()
-        buffers = [weakref.ref(bucket.buffer) for bucket in wrapped.reducer.buckets]
-        references = [weakref.ref(wrapped.reducer), *buffers]
-        gc.disable()
-        del wrapped
-        assert [reference() for reference in references] == [None] * len(references)
-
-    run_ranks(work, 1)
-
-
-def test_the_old_buckets_are_freed_before_the_new_ones_are_made():
-    def work():
-        wrapped = DropIn(AnyOrder())
-        averager, make = wrapped.reducer, wrapped.reducer.make_bucket
+    wrapped.register_comm_hook(None, count)
+    torch.manual_seed(rank)
+    for micro in range(8):
+        launches.clear()
+        wrapped.require_backward_grad_sync = micro % 4 == 3
         wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
-        old, made = weakref.ref(averager.buckets[0].buffer), []
-
-        def make_bucket(indices):
-            made.append(old())
-            return make(indices)
-
-        averager.make_bucket = make_bucket
-        gc.disable()
-        assert averager.rebuild_buckets()
-        assert made[0] is None
-
-    run_ranks(work, 2)
+        assert len(launches) == (micro % 4 == 3)
+    buffers = {b.buffer.untyped_storage().data_ptr() for b in wrapped.reducer.buckets}
+    assert {p.grad.untyped_storage().data_ptr() for p in wrapped.parameters()} <= buffers
 
 
-def test_missing_gradients_are_named_in_the_order_of_the_parameters_after_a_rebuild_too():
+@BOTH
+@on_ranks(2)
+def test_a_nested_no_sync_leaves_the_outer_one_in_force_and_buffers_are_synchronized_if_asked_for(
+    rank, wrapper
+):
+    module = nn.Linear(2, 2)
+    module.register_buffer("offset", torch.zeros(2))
+    wrapped = wrapper(module)
+    x = torch.full((1, 2), 1.0 + rank)
+    with wrapped.no_sync():
+        with wrapped.no_sync():
+            pass
+        wrapped(x).sum().backward()
+    assert torch.equal(module.weight.grad, torch.full((2, 2), 1.0 + rank))
+    wrapped(x).sum().backward()
+    module.offset = torch.full((2,), float(rank))
+    wrapped(x)
+    assert torch.equal(module.offset, torch.zeros(2))
+    own = nn.BatchNorm1d(2, momentum=1.0)
+    unsynced = wrapper(own, broadcast_buffers=False)
+    for _ in range(2):
+        unsynced(x.expand(2, 2)).sum().backward()
+        seen = own.running_mean.clone()
+    unsynced.eval()(x)
+    assert torch.equal(own.running_mean, seen)
+
+
+@BOTH
+@on_ranks(1)
+def test_a_wrapper_frees_its_buckets_at_once_without_waiting_for_the_garbage_collector(wrapper):
+    wrapped = wrapper(AnyOrder(), find_unused_parameters=True)
+    wrapped(torch.randn(4, 8), [0, 1]).sum().backward()
+    buffers = [weakref.ref(bucket.buffer) for bucket in wrapped.reducer.buckets]
+    references = [weakref.ref(wrapped.reducer), *buffers]
+    gc.disable()
+    del wrapped
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+@on_ranks(2)
+def test_the_old_buckets_are_freed_before_the_new_ones_are_made():
+    wrapped = DropIn(AnyOrder())
+    averager, make = wrapped.reducer, wrapped.reducer.make_bucket
+    wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
+    old, made = weakref.ref(averager.buckets[0].buffer), []
+
+    def make_bucket(indices):
+        made.append(old())
+        return make(indices)
+
+    averager.make_bucket = make_bucket
+    gc.disable()
+    assert averager.rebuild_buckets()
+    assert made[0] is None
+
+
+@on_ranks(2)
+def test_missing_gradients_are_named_in_the_order_of_the_parameters_after_a_rebuild_too(rank):
     names = ", ".join(
         f"layers.{layer}.{kind}" for layer in (0, 2, 3) for kind in ("weight", "bias")
     )
-
-    def work(rank):
-        wrapped = DropIn(AnyOrder())
-        for order in ([0, 1, 2, 3], [0, 1, 2, 3], [1]):
-            torch.manual_seed(rank)
-            wrapped(torch.randn(4, 8), order).sum().backward()
-        assert wrapped.reducer.buckets[0].indices[:2] == [7, 6]  # the buckets' order is another one
-        with pytest.raises(RuntimeError, match=names):
-            wrapped(torch.randn(4, 8), [0, 1, 2, 3])
-
-    run_ranks(work, 2)
-
-
-def test_autograd_grad_returns_local_gradients_and_leaves_the_wrapper_usable():
-    def work(rank):
-        wrapped = DropIn(AnyOrder())
+    wrapped = DropIn(AnyOrder())
+    for order in ([0, 1, 2, 3], [0, 1, 2, 3], [1]):
         torch.manual_seed(rank)
-        x = torch.randn(4, 8)
-        taken = torch.autograd.grad(wrapped(x, [0, 1, 2, 3]).sum(), list(wrapped.parameters()))
-        assert all(p.grad is None for p in wrapped.parameters())
-        wrapped(x, [0, 1, 2, 3]).sum().backward()  # the forward before never came back: no error
-        return taken[0], next(iter(wrapped.parameters())).grad
+        wrapped(torch.randn(4, 8), order).sum().backward()
+    assert wrapped.reducer.buckets[0].indices[:2] == [7, 6]  # the buckets' order is another one
+    with pytest.raises(RuntimeError, match=names):
+        wrapped(torch.randn(4, 8), [0, 1, 2, 3])
 
-    per_rank = run_ranks(work, 2)
-    average = sum(local for local, _ in per_rank) / 2
-    for _, gradient in per_rank:
-        torch.testing.assert_close(gradient, average)
+
+@on_ranks(2)
+def test_autograd_grad_returns_local_gradients_and_leaves_the_wrapper_usable(rank):
+    wrapped, order = DropIn(AnyOrder()), [0, 1, 2, 3]
+    xs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    local = [AnyOrder() for _ in xs]
+    for module, x in zip(local, xs, strict=True):
+        module(x, order).sum().backward()
+    taken = torch.autograd.grad(wrapped(xs[rank], order).sum(), list(wrapped.parameters()))
+    assert all(p.grad is None for p in wrapped.parameters())
+    torch.testing.assert_close(list(taken), gradients(local[rank]))
+    wrapped(xs[rank], order).sum().backward()  # the forward before never came back: no error
+    averages = [(a + b) / 2 for a, b in zip(*map(gradients, local), strict=True)]
+    torch.testing.assert_close(gradients(wrapped), averages)
 
 
 def test_a_backward_that_failed_after_its_last_gradient_is_not_blamed_on_unused_parameters():
@@ -283,15 +267,13 @@ def test_a_second_wrapper_takes_over_and_the_first_reduces_nothing_more(wrapper)
 
 
 @BOTH
-def test_a_profile_shows_a_range_per_phase(wrapper):
-    def work(rank):
-        wrapped = wrapper(AnyOrder(), bucket_cap_mb=280 / 2**20)
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-        with torch.profiler.profile() as profile:
-            for _ in range(2):
-                wrapped(x, [0, 1, 2, 3]).sum().backward()
-        phases = {"copy_in", "launch", "wait", "copy_out", "rebuild"}
-        names = {event.key for event in profile.key_averages()}
-        assert {n for n in names if n.startswith("miniddp.")} == {f"miniddp.{p}" for p in phases}
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_profile_shows_a_range_per_phase(rank, wrapper):
+    wrapped = wrapper(AnyOrder(), bucket_cap_mb=280 / 2**20)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    with torch.profiler.profile() as profile:
+        for _ in range(2):
+            wrapped(x, [0, 1, 2, 3]).sum().backward()
+    phases = {"copy_in", "launch", "wait", "copy_out", "rebuild"}
+    names = {event.key for event in profile.key_averages()}
+    assert {n for n in names if n.startswith("miniddp.")} == {f"miniddp.{p}" for p in phases}

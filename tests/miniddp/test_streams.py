@@ -1,6 +1,6 @@
 """Which CUDA stream waits for which, by a simulation of streams on the CPU."""
 
-import re
+from unittest import mock
 
 import pytest
 import torch
@@ -8,13 +8,8 @@ from torch import nn
 
 from labkit.launch.ranks import run_ranks
 from miniddp.torch_drop_in.sparse import SparseBucket
-from tests.miniddp.simulated_streams import (
-    STEPS,
-    WAITS,
-    Stream,
-    race_of_a_step,
-    train_two_branches,
-)
+from tests.miniddp.simulated_streams import STEPS, RaceError, Stream, train_two_branches
+from tests.on_ranks import on_ranks
 
 
 @pytest.mark.parametrize("on_default", [True, False])
@@ -37,18 +32,15 @@ def test_no_gradient_is_sent_or_handed_out_before_the_stream_that_computes_it_is
 @pytest.mark.parametrize(
     ("removed", "said"),
     [
-        (WAITS[0], "on stream first does not wait for aten.* on stream second"),
-        (WAITS[1], "on stream caller does not wait for c10d.allreduce_"),
+        ("bucket.Bucket.wait_for_streams", "first does not wait for aten.* on stream second"),
+        ("reducer.wait_for_default_stream", "caller does not wait for c10d.allreduce_"),
     ],
 )
 @pytest.mark.parametrize("views", [False, True])
-def test_without_either_wait_every_rank_has_a_race(views, removed, said):
-    def work(rank):
-        return race_of_a_step(rank, removed, views)
-
-    for race in run_ranks(work, 2):
-        assert race is not None
-        assert re.search(said, race)
+@on_ranks(2)
+def test_without_either_wait_every_rank_has_a_race(rank, views, removed, said):
+    with mock.patch(f"miniddp.{removed}"), pytest.raises(RaceError, match=said):
+        train_two_branches(rank, views)
 
 
 def test_a_sparse_gradient_from_another_stream_is_recorded_by_its_parts(monkeypatch):

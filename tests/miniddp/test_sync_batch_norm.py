@@ -19,6 +19,7 @@ from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import largest_difference
 from labkit.testing.watch import RecordedCollectives
 from miniddp.sync_batch_norm import SyncBatchNorm
+from tests.on_ranks import on_ranks
 
 CHANNELS = 3
 
@@ -34,9 +35,15 @@ class Case:
     dtype: torch.dtype = torch.float64
     offset: float = 0.0
     layout: torch.memory_format = torch.contiguous_format
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Of ranks, for statistics of their own; without them, all ranks share one."""
 
     def layer(self, of_class: type[nn.Module]) -> nn.Module:
         layer = of_class(CHANNELS, dtype=self.dtype, **self.options)
+        if self.groups and of_class is SyncBatchNorm:
+            made = [dist.new_group(list(group)) for group in self.groups]
+            of_rank = zip(made, self.groups, strict=True)
+            [layer.process_group] = [one for one, ranks in of_rank if dist.get_rank() in ranks]
         with torch.no_grad():
             for i, parameter in enumerate(layer.parameters()):
                 parameter.copy_(torch.linspace(0.5 + i, 2.0, CHANNELS))
@@ -67,6 +74,7 @@ CASES = {
     "other momentum and eps": Case(UNEVEN, options={"momentum": 0.7, "eps": 0.5}),
     "not tracked": Case(UNEVEN, options={"track_running_stats": False}),
     "four ranks": Case((1, 2, 3, 4), nn.BatchNorm2d, (2, 2)),
+    "two groups": Case((1, 2, 3, 4), nn.BatchNorm2d, (2, 2), groups=((0, 2), (1, 3))),
 }
 if "bias" in inspect.signature(nn.BatchNorm1d).parameters:  # not in torch 2.11
     CASES["no bias"] = Case(UNEVEN, options={"bias": False})
@@ -105,8 +113,8 @@ def of_ranks(world_size: int) -> list[Any]:
     return run_ranks(synced, world_size, cases)
 
 
-def full_batch(case: Case) -> dict[str, list[Tensor]]:
-    of_steps = [[case.step(rank, n) for rank in range(len(case.rows))] for n in range(3)]
+def full_batch(case: Case, group: tuple[int, ...]) -> dict[str, list[Tensor]]:
+    of_steps = [[case.step(rank, n) for rank in group] for n in range(3)]
     joined = [tuple(map(torch.cat, zip(*of_ranks, strict=True))) for of_ranks in of_steps]
     return train_and_evaluate(case.layer(case.plain), joined)
 
@@ -114,159 +122,110 @@ def full_batch(case: Case) -> dict[str, list[Tensor]]:
 @pytest.mark.parametrize("name", CASES)
 def test_all_that_it_computes_is_what_batch_norm_computes_on_the_full_batch(name: str) -> None:
     case = CASES[name]
-    wanted = full_batch(case)
-    of_rank = [found[name] for found in of_ranks(len(case.rows))]
-    for kind in {"outputs", "input gradients", "evaluation"} & wanted.keys():
-        for step, full in enumerate(wanted[kind]):
-            parts = full.split(case.rows)
-            for found, part in zip(of_rank, parts, strict=True):
-                assert largest_difference([found[kind][step]], [part]) < 1e-12, kind
-    # Each rank has its own share of the gradients of weight and bias: DDP's business, not ours.
-    for index, gradient in enumerate(wanted["parameter gradients"]):
-        added = sum(found["parameter gradients"][index] for found in of_rank)
-        assert largest_difference([added], [gradient]) < 1e-12
-    for found in of_rank:
-        assert largest_difference(found["buffers"], wanted["buffers"]) < 1e-12
-        assert largest_difference(found["buffers"], of_rank[0]["buffers"]) == 0.0
+    for group in case.groups or (tuple(range(len(case.rows))),):
+        wanted = full_batch(case, group)
+        of_rank = [of_ranks(len(case.rows))[rank][name] for rank in group]
+        for kind in {"outputs", "input gradients", "evaluation"} & wanted.keys():
+            for step, full in enumerate(wanted[kind]):
+                parts = full.split([case.rows[rank] for rank in group])
+                for found, part in zip(of_rank, parts, strict=True):
+                    assert largest_difference([found[kind][step]], [part]) < 1e-12, kind
+        # Each rank has its own share of the gradients of weight and bias: DDP averages them.
+        for index, gradient in enumerate(wanted["parameter gradients"]):
+            added = sum(found["parameter gradients"][index] for found in of_rank)
+            assert largest_difference([added], [gradient]) < 1e-12
+        for found in of_rank:
+            assert largest_difference(found["buffers"], wanted["buffers"]) < 1e-12
+            assert largest_difference(found["buffers"], of_rank[0]["buffers"]) == 0.0
 
 
-def test_in_eval_without_running_statistics_each_rank_takes_its_own_batch() -> None:
-    def work(rank: int) -> None:
-        case = CASES["not tracked"]
-        x, _ = case.step(rank, 0)
-        if rank != 1:  # exchanges nothing: the others do not wait for rank 1
-            sync, plain = case.layer(SyncBatchNorm).eval(), case.layer(nn.BatchNorm1d).eval()
-            assert torch.equal(sync(x), plain(x))
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_in_eval_without_running_statistics_each_rank_takes_its_own_batch(rank: int) -> None:
+    case = CASES["not tracked"]
+    x, _ = case.step(rank, 0)
+    if rank != 1:  # exchanges nothing: the others do not wait for rank 1
+        sync, plain = case.layer(SyncBatchNorm).eval(), case.layer(nn.BatchNorm1d).eval()
+        assert torch.equal(sync(x), plain(x))
 
 
-def test_tracking_that_is_switched_off_leaves_the_buffers_alone() -> None:
+@on_ranks(2)
+def test_tracking_that_is_switched_off_leaves_the_buffers_alone(rank: int) -> None:
     case, untouched = CASES["1d"], list(nn.BatchNorm1d(CHANNELS).buffers())
     full = torch.cat([case.step(rank, 0)[0] for rank in range(2)])
     wanted = case.layer(nn.BatchNorm1d)(full).detach().split(case.rows)
-
-    def work(rank: int) -> None:
-        layer = case.layer(SyncBatchNorm)
-        layer.track_running_stats = False
-        y = layer(case.step(rank, 0)[0])
-        assert largest_difference(layer.buffers(), untouched) == 0.0
-        assert largest_difference([y], [wanted[rank]]) < 1e-12
-
-    run_ranks(work, 2)
-    alone = nn.BatchNorm1d(CHANNELS), SyncBatchNorm(CHANNELS)
-    for layer in alone:
-        layer.track_running_stats = False
-        layer(torch.randn(4, CHANNELS))
-    assert largest_difference(alone[0].buffers(), alone[1].buffers()) == 0.0
-
-
-FAR = Case(UNEVEN, dtype=torch.float32, offset=4096.0)
-HALVES = Case(UNEVEN, dtype=torch.bfloat16)
-
-
-def with_few_digits(rank: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    far = FAR.layer(SyncBatchNorm)(FAR.step(rank, 0)[0])
-    mixed = SyncBatchNorm(CHANNELS)  # float32 parameters, as autocast has it
-    y = mixed(HALVES.step(rank, 0)[0])
-    return far.detach(), y.detach(), list(mixed.buffers())
+    layer = case.layer(SyncBatchNorm)
+    layer.track_running_stats = False
+    y = layer(case.step(rank, 0)[0])
+    assert largest_difference(layer.buffers(), untouched) == 0.0
+    assert largest_difference([y], [wanted[rank]]) < 1e-12
 
 
 def test_a_mean_far_beyond_the_deviation_costs_no_digits_and_halves_are_summed_in_float32() -> None:
-    far, halves, buffers = zip(*run_ranks(with_few_digits, 3), strict=True)
-    full = torch.cat([FAR.step(rank, 0)[0] for rank in range(3)]).double()
-    wanted = Case(UNEVEN).layer(nn.BatchNorm1d)(full)
-    assert largest_difference([torch.cat(far)], [wanted]) < 2e-3
+    far = Case(UNEVEN, dtype=torch.float32, offset=4096.0)
+    halves = Case(UNEVEN, dtype=torch.bfloat16)
 
-    full = torch.cat([HALVES.step(rank, 0)[0] for rank in range(3)]).float()
+    def work(rank: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        y = far.layer(SyncBatchNorm)(far.step(rank, 0)[0])
+        mixed = SyncBatchNorm(CHANNELS)  # float32 parameters, as autocast has it
+        return y.detach(), mixed(halves.step(rank, 0)[0]).detach(), list(mixed.buffers())
+
+    of_far, of_halves, buffers = zip(*run_ranks(work, 3), strict=True)
+    full = torch.cat([far.step(rank, 0)[0] for rank in range(3)]).double()
+    wanted = Case(UNEVEN).layer(nn.BatchNorm1d)(full)
+    assert largest_difference([torch.cat(of_far)], [wanted]) < 2e-3
+
+    full = torch.cat([halves.step(rank, 0)[0] for rank in range(3)]).float()
     layer = nn.BatchNorm1d(CHANNELS)
     wanted = layer(full)
-    assert {y.dtype for y in halves} == {torch.bfloat16}
-    assert largest_difference([torch.cat(halves)], [wanted]) < 2e-2  # one unit of bfloat16
+    assert {y.dtype for y in of_halves} == {torch.bfloat16}
+    assert largest_difference([torch.cat(of_halves)], [wanted]) < 2e-2  # one unit of bfloat16
     for of_rank in buffers:
         assert largest_difference(of_rank, list(layer.buffers())) < 1e-6
 
 
-# Within a model, under DDP.
+@on_ranks(3)
+def test_forward_costs_one_all_gather_and_backward_one_all_reduce_of_the_promised_bytes(
+    rank: int,
+) -> None:
+    layer = SyncBatchNorm(CHANNELS, dtype=torch.float64)
+    x = CASES["1d, uneven"].step(rank, 0)[0].requires_grad_()
+    with RecordedCollectives() as watch:
+        layer(x).sum().backward()
+        layer(x.detach()).sum().backward()  # nothing to send back: no collective in backward
+    gather, reduce = ("allgather_", 2 * CHANNELS * 8 + 8), ("allreduce_", 2 * CHANNELS * 8)
+    found = [(one.op, torch.Size(one.shapes[-1]).numel() * 8) for one in watch.launched]
+    assert found == [gather, reduce, gather]
 
 
-ROWS = (6, 2, 3, 5)
+@on_ranks(3)
+def test_an_input_that_cannot_be_normalized_is_refused_on_every_rank(rank: int) -> None:
+    too_few = "only 1 value per channel on all ranks together: training needs 2 or more"
+    for x, said in (
+        (torch.ones(1 if rank == 2 else 0, CHANNELS), too_few),
+        (torch.ones(4, CHANNELS + 1), r"input has shape \(4, 4\), expected \(N, 3, \*\)"),
+        (torch.ones(CHANNELS), r"input has shape \(3,\), expected \(N, 3, \*\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            SyncBatchNorm(CHANNELS)(x)
+    dist.barrier()  # nobody was left behind in a collective
 
 
-def images(rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(70 + rank)
-    x = torch.randn(ROWS[rank], 2, 3, 3, generator=generator, dtype=torch.float64)
-    return x * (1 + rank) + rank
-
-
-def test_forward_costs_one_all_gather_and_backward_one_all_reduce_of_the_promised_bytes() -> None:
-    def work(rank: int) -> None:
-        layer = SyncBatchNorm(CHANNELS, dtype=torch.float64)
-        x = CASES["1d, uneven"].step(rank, 0)[0].requires_grad_()
-        with RecordedCollectives() as watch:
-            layer(x).sum().backward()
-            layer(x.detach()).sum().backward()  # nothing to send back: no collective in backward
-        gather, reduce = ("allgather_", 2 * CHANNELS * 8 + 8), ("allreduce_", 2 * CHANNELS * 8)
-        found = [(one.op, torch.Size(one.shapes[-1]).numel() * 8) for one in watch.launched]
-        assert found == [gather, reduce, gather]
-
-    run_ranks(work, 3)
-
-
-def test_statistics_are_shared_within_the_process_group_only() -> None:
-    def work(rank: int) -> None:
-        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        model = nn.Sequential(nn.BatchNorm2d(2).double())
-        SyncBatchNorm.convert_sync_batchnorm(model, groups[rank % 2])
-        x = images(rank).requires_grad_()
-        y = model(x)
-        y.pow(3).sum().backward()
-        members = (rank % 2, rank % 2 + 2)
-        full = torch.cat([images(member) for member in members]).requires_grad_()
-        wanted = nn.BatchNorm2d(2).double()(full)
-        wanted.pow(3).sum().backward()
-        mine = slice(0, len(x)) if rank == members[0] else slice(-len(x), None)
-        assert largest_difference([y], [wanted[mine]]) < 1e-12
-        assert largest_difference([x.grad], [full.grad[mine]]) < 1e-12
-
-    run_ranks(work, 4)
-
-
-def test_an_input_that_cannot_be_normalized_is_refused_on_every_rank() -> None:
-    def work(rank: int) -> None:
-        too_few = "only 1 value per channel on all ranks together: training needs 2 or more"
-        for x, said in (
-            (torch.ones(1 if rank == 2 else 0, CHANNELS), too_few),
-            (torch.ones(4, CHANNELS + 1), r"input has shape \(4, 4\), expected \(N, 3, \*\)"),
-            (torch.ones(CHANNELS), r"input has shape \(3,\), expected \(N, 3, \*\)"),
-        ):
-            with pytest.raises(ValueError, match=said):
-                SyncBatchNorm(CHANNELS)(x)
-        dist.barrier()  # nobody was left behind in a collective
-
-    run_ranks(work, 3)
-
-
-def test_a_batch_that_is_empty_on_every_rank_moves_nothing_and_is_in_no_average() -> None:
-    def work(rank: int) -> None:
-        layer = SyncBatchNorm(CHANNELS)
-        x = torch.ones(0, CHANNELS, 2, requires_grad=True)
-        y = layer(x)
-        y.sum().backward()
-        assert y.shape == x.grad.shape == (0, CHANNELS, 2)
-        kept = [
-            value.tolist() for value in (*(p.grad for p in layer.parameters()), *layer.buffers())
-        ]
-        assert kept == [[0] * CHANNELS] * 3 + [[1] * CHANNELS, 0]
-        averaging = SyncBatchNorm(CHANNELS, momentum=None)
-        for step, rows in enumerate((2, 0, 2)):
-            averaging(torch.full((rows, CHANNELS), float(rank + step)))
-        mean, variance, batches = averaging.buffers()
-        assert mean.tolist() == pytest.approx([(0.5 + 2.5) / 2] * CHANNELS)
-        assert variance.tolist() == pytest.approx([1 / 3] * CHANNELS)
-        assert batches == 2
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_batch_that_is_empty_on_every_rank_moves_nothing_and_is_in_no_average(rank: int) -> None:
+    layer = SyncBatchNorm(CHANNELS)
+    x = torch.ones(0, CHANNELS, 2, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, CHANNELS, 2)
+    kept = [value.tolist() for value in (*(p.grad for p in layer.parameters()), *layer.buffers())]
+    assert kept == [[0] * CHANNELS] * 3 + [[1] * CHANNELS, 0]
+    averaging = SyncBatchNorm(CHANNELS, momentum=None)
+    for step, rows in enumerate((2, 0, 2)):
+        averaging(torch.full((rows, CHANNELS), float(rank + step)))
+    mean, variance, batches = averaging.buffers()
+    assert mean.tolist() == pytest.approx([(0.5 + 2.5) / 2] * CHANNELS)
+    assert variance.tolist() == pytest.approx([1 / 3] * CHANNELS)
+    assert batches == 2
 
 
 def without_bias(layer: nn.Module) -> nn.Module:
@@ -328,3 +287,8 @@ def test_without_a_process_group_it_is_batch_norm() -> None:
     found = train_and_evaluate(case.layer(SyncBatchNorm), steps)
     wanted = train_and_evaluate(case.layer(nn.BatchNorm1d), steps)
     assert all(largest_difference(found[kind], wanted[kind]) == 0.0 for kind in wanted)
+    alone = nn.BatchNorm1d(CHANNELS), SyncBatchNorm(CHANNELS)
+    for layer in alone:
+        layer.track_running_stats = False
+        layer(torch.randn(4, CHANNELS))
+    assert largest_difference(alone[0].buffers(), alone[1].buffers()) == 0.0

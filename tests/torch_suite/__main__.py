@@ -1,7 +1,14 @@
-"""``python -m tests.torch_suite``: PyTorch's tests of its DDP, on a class that you choose."""
+"""``python -m tests.torch_suite``: PyTorch's own tests of its DDP, on a class that you choose.
+
+The tests are those that ship inside the installed torch: none of their text is kept here, and none
+of their assertions is touched. Two things are replaced around them (`replaced`): the class that the
+name ``DistributedDataParallel`` stands for, and the device that tensors are placed on. What torch's
+own DDP passes in this way, constructing the class, is what another class has to pass:
+``table.json`` has the tests, with the reason for each that cannot run here. `runner` says how they
+are run.
+"""
 
 import argparse
-import contextlib
 import dataclasses
 import fnmatch
 import json
@@ -16,11 +23,7 @@ from labkit.launch.memory import gc_paused
 
 DESCRIPTION = """\
 Run PyTorch's own tests of DistributedDataParallel on a class of your choice: on the CPU over gloo,
-on one GPU that the ranks share (--device gpu), or on a GPU for each rank (--device gpus).
-The tests are those that ship inside the installed torch, or those of a file of PyTorch's repository
-(--file ~/pytorch/test/distributed/test_c10d_gloo.py)."""
-
-
+on one GPU that the ranks share (--device gpu), or on a GPU for each rank (--device gpus)."""
 TARGETS = {"cpu": "cpu", "gpu": "cuda:0", "gpus": ""}
 
 
@@ -33,8 +36,14 @@ def arguments() -> argparse.Namespace:
         default="miniddp",
         help="torch, miniddp (the default) or module:Class",
     )
-    add("--file", action="append", default=[], help="a test file, or one that ships, by name")
-    add("-k", dest="names", action="append", default=[], help="part of a name, or a pattern with *")
+    add("--file", action="append", default=[], help="one of the files that ship, by name")
+    add(
+        "-k",
+        dest="patterns",
+        action="append",
+        default=[],
+        help="part of a name, or a pattern with *",
+    )
     add("--runnable", action="store_true", help="only those that table.json calls runnable")
     add(
         "--device",
@@ -47,11 +56,7 @@ def arguments() -> argparse.Namespace:
     add("--jobs", type=int, default=2, help="tests at a time (default 2)")
     add("--timeout", type=float, default=60, help="seconds for one test (default 60)")
     add("--json", help="write the results to this file")
-    add(
-        "--names",
-        dest="names_file",
-        help="write the names of all tests, chosen or not, to this file",
-    )
+    add("--names", help="write the names of all tests, chosen or not, to this file")
     add("-v", dest="verbose", action="store_true", help="print failures whole")
     return parser.parse_args()
 
@@ -61,36 +66,31 @@ def load(options: argparse.Namespace) -> tuple[list[tuple[type, str]], Any]:
     """Load the files with everything replaced; return their tests and the target device."""
     import torch
 
-    from . import discover, placement, runner, swap
+    from . import discover, replaced, runner
 
-    cls = swap.load(options.cls)
+    cls = replaced.load(options.cls)
     target = None
     if options.device != "gpus":
         target = torch.device(TARGETS[options.device])
-        placement.open_gates()
-        placement.pretend_devices(target)
-        placement.replace_device_ids(cls, target)
-    swap.Constructions.watch(cls)
-    swap.swap(cls)
+        replaced.open_gates()
+        replaced.pretend_devices(target)
+        replaced.replace_device_ids(cls, target)
+    replaced.Constructions.watch(cls)
+    replaced.swap(cls)
     runner.fork_ranks()
     found = []
-    with contextlib.nullcontext() if target is None else placement.nccl_announced():
-        for source in options.file or discover.SHIPPED:
-            module = discover.load(source)
-            swap.swap(cls)
-            found += discover.tests(module)
+    for source in options.file or discover.SHIPPED:
+        module = discover.SHIPPED[source]()
+        replaced.swap(cls)
+        found += discover.tests(module)
     return found, target
 
 
-def named(options: argparse.Namespace, names: list[str]) -> list[str]:
-    """Those of `names` that the options ask for."""
-    if options.names:
-        patterns = [f"*{name}*" for name in options.names]
-        names = [name for name in names if any(fnmatch.fnmatch(name, one) for one in patterns)]
-    if options.runnable:
-        runnable = json.loads(Path(__file__).with_name("table.json").read_text())["runnable"]
-        names = [name for name in names if name in runnable]
-    return names
+def asked_for(options: argparse.Namespace, name: str, runnable: set[str]) -> bool:
+    """Whether the options choose the test of that name."""
+    patterns = [f"*{pattern}*" for pattern in options.patterns] or ["*"]
+    chosen = any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    return chosen and (name in runnable or not options.runnable)
 
 
 def main() -> int:
@@ -109,14 +109,15 @@ def main() -> int:
         TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS="0",
         TORCHINDUCTOR_VEC_ISA_OK="0",
     )
-    chosen, target = load(options)
+    found, target = load(options)
 
     from . import runner
 
-    if options.names_file:
-        Path(options.names_file).write_text("\n".join(runner.name_of(*test) for test in chosen))
-    names = set(named(options, [runner.name_of(*test) for test in chosen]))
-    chosen = [test for test in chosen if runner.name_of(*test) in names]
+    of_name = {runner.name_of(*test): test for test in found}
+    if options.names:
+        Path(options.names).write_text("\n".join(of_name))
+    runnable = set(json.loads(Path(__file__).with_name("table.json").read_text())["runnable"])
+    chosen = [test for name, test in of_name.items() if asked_for(options, name, runnable)]
 
     def report(result: runner.Result) -> None:
         ended = f"{result.outcome:8}{result.seconds:6.1f} s"

@@ -1,9 +1,6 @@
 """Which tests a module holds, and which of them reach `DistributedDataParallel`."""
 
-import importlib
 import inspect
-import os
-import sys
 import types
 import unittest
 from collections.abc import Iterator
@@ -12,18 +9,6 @@ from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 _NAMES = frozenset({"DistributedDataParallel", "DDP"})
-
-
-def load(source: str) -> types.ModuleType:
-    """The module of one of `SHIPPED`, or of the file at that path."""
-    if source in SHIPPED:
-        return SHIPPED[source]()
-    folder, file = os.path.split(os.path.abspath(source))
-    name = file.removesuffix(".py")
-    for path in (folder, os.path.dirname(folder)):
-        if path not in sys.path:
-            sys.path.append(path)
-    return importlib.import_module(name)
 
 
 def tests(module: types.ModuleType) -> list[tuple[type[unittest.TestCase], str]]:
@@ -51,6 +36,7 @@ def reaches_ddp(case: type, test: types.FunctionType) -> bool:
 
     Followed are the methods of the test's own class and the functions and classes of its module.
     """
+    homes = {base.__module__ for base in case.__mro__ if "test" in base.__module__}
     seen: set[types.CodeType] = set()
     waiting = [inspect.unwrap(test)]
     while waiting:
@@ -61,11 +47,10 @@ def reaches_ddp(case: type, test: types.FunctionType) -> bool:
             seen.add(code)
             for name in (*code.co_names, *code.co_freevars):
                 used = getattr(case, name, None) or function.__globals__.get(name)
-                if name in _NAMES or used is DistributedDataParallel:
+                # torch's `replicate` wraps by the class.
+                if name in _NAMES or used is DistributedDataParallel or used is replicate:
                     return True
-                if used is replicate:  # which wraps by that class
-                    return True
-                if used is not None and _is_local(used, case, function):
+                if getattr(used, "__module__", None) in homes | {function.__module__}:
                     waiting.extend(_functions(used))
     return False
 
@@ -77,18 +62,10 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _nested(constant)
 
 
-def _is_local(used: object, case: type, function: types.FunctionType) -> bool:
-    home = getattr(used, "__module__", None)
-    return home in {base.__module__ for base in case.__mro__ if "test" in base.__module__} | {
-        function.__module__
-    }
-
-
-def _functions(used: object) -> Iterator[types.FunctionType]:
-    if isinstance(used, type):
-        yield from (f for f in vars(used).values() if isinstance(f, types.FunctionType))
-    elif inspect.isfunction(inspect.unwrap(used)) if callable(used) else False:
-        yield inspect.unwrap(used)
+def _functions(used: object) -> list[types.FunctionType]:
+    """A function, without its decorators, or the methods of a class."""
+    members = vars(used).values() if isinstance(used, type) else [inspect.unwrap(used)]
+    return [member for member in members if isinstance(member, types.FunctionType)]
 
 
 # The tests that ship inside torch, made runnable as PyTorch's own test files do it.

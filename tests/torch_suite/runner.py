@@ -24,8 +24,8 @@ import torch
 from labkit.launch.forks import start_forked, stop_forked
 from labkit.launch.guard import adopt_orphans, die_with_parent, kill_descendants
 
-from . import placement
-from .swap import Constructions
+from . import replaced
+from .replaced import Constructions
 
 # Races within the tests themselves, whatever class is tested, that a busy machine loses: the first
 # call of distributed autograd may reach a trainer that has not joined the process group; and in
@@ -82,11 +82,11 @@ def run(
     jobs: int,
     timeout: float,
     report: Callable[[Result], None],
-    target: torch.device | None = placement.CPU,
+    target: torch.device | None = replaced.CPU,
 ) -> list[Result]:
     """Run the tests, `jobs` at a time; `report` is called as each one ends.
 
-    On `target` (`placement`), or where they put themselves if it is None.
+    On `target` (`replaced`), or where they put themselves if it is None.
     """
     adopt_orphans()
     waiting = list(chosen)[::-1]  # the next one is taken from the end
@@ -132,14 +132,14 @@ def _run_here(
     os.environ["INIT_METHOD"] = f"file://{folder}/init"
     os.makedirs(os.path.join(folder, "barrier"))
     Constructions.path = os.path.join(folder, "constructed")
-    if method == _LONGEST and target == placement.CPU:
-        placement.smaller_models(getattr(case, method))
+    if method == _LONGEST and target == replaced.CPU:
+        replaced.smaller_models(getattr(case, method))
     if "compile" in method:  # otherwise each rank would import it
         importlib.import_module("torch._inductor.compile_fx")
     outcome = unittest.TestResult()
     if target is not None:
-        placement.in_every_thread(target)
-    with placement.OnTarget(target) if target is not None else contextlib.nullcontext():
+        replaced.in_every_thread(target)
+    with replaced.OnTarget(target) if target is not None else contextlib.nullcontext():
         unittest.TestSuite([case(method)]).run(outcome)
     bad = [text for _, text in (*outcome.errors, *outcome.failures)]
     skipped = [reason for _, reason in outcome.skipped]

@@ -2,8 +2,8 @@
 
     python -m labkit.book.on_gpus FILE    # store it, from `python -m tests.gpu --report FILE`
 
-A report is JSON: what a run of `tests.gpu` proved, on which card, and the steps that its profiler
-saw. Stored are the report, which `{{ gpu_report }}` shows, and a figure of its timelines, which
+A report is JSON: what a run of `tests.gpu` proved, on which card, and the steps that it timed.
+Stored are the report, which `{{ gpu_report }}` shows, and a figure of its timelines, which
 `{{ gpu_timelines }}` shows. Without a report both say so. A rehearsal is never stored or shown.
 
 This module is a Sphinx extension; `_config.yml` names it.
@@ -137,9 +137,9 @@ def text_of_timelines(report: GpuReport) -> str:
         f"{name} {1e3 * step.ranks[0].exposed_seconds():.1f} ms exposed"
         for name, step in report.timelines.items()
     )
-    alt = f"One step of {names} on {report.card}: kernels above, all-reduces below; {exposed}."
+    alt = f"One step of {names} on {report.card}: computation above, all-reduces below; {exposed}."
     return (
-        f"On **{report.card}**, torch's profiler saw these steps of two ranks ({report.date}):\n\n"
+        f"On **{report.card}**, events of the GPU timed a step of two ranks ({report.date}):\n\n"
         f"![{alt}](/{FIGURE.as_posix()})"
     )
 

@@ -1,76 +1,47 @@
 """Comm hooks: ours against torch's stock ones, each of them on both wrappers, bitwise."""
 
-from itertools import product
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
+from labkit.testing.compare import gradients
 from miniddp.extras import comm_hooks
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from tests.ddp_models import MODELS
+from tests.miniddp.beside_torch import CPU, hooks, seeded
+from tests.on_ranks import on_ranks
 
 
-def model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 5)
-    )
-
-
-def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-def gradients_of(wrap, rank, hook, make_state, steps=4, **settings) -> list[torch.Tensor]:
-    """All gradients of each of a few steps of SGD, under `hook`."""
-    wrapped = wrap(model(), bucket_cap_mb=0.005, **settings)
-    if hook is not None:
-        wrapped.register_comm_hook(make_state(), hook)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    found = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        wrapped(batch(rank, step)).pow(2).mean().backward()
-        found.append(torch.cat([p.grad.flatten() for p in wrapped.parameters()]))
-        optimizer.step()
-    return found
-
-
-def nothing():
-    return None
-
-
-PAIRS = {
-    "average": (comm_hooks.average, default_hooks.allreduce_hook),
-    "fp16": (comm_hooks.fp16_compress, default_hooks.fp16_compress_hook),
-}
+def batch(rank: int) -> Tensor:
+    torch.manual_seed(rank)
+    return MODELS["mlp"].batch(5)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_our_hooks_are_bitwise_equal_to_torchs_on_both_wrappers(world_size):
-    def work(rank):
-        for hooks in PAIRS.values():
-            reference = gradients_of(DistributedDataParallel, rank, hooks[1], nothing)
-            for wrap, hook, views in product(
-                (DropIn, DistributedDataParallel), hooks, (False, True)
-            ):
-                found = gradients_of(wrap, rank, hook, nothing, gradient_as_bucket_view=views)
-                assert all(map(torch.equal, found, reference)), (wrap, hook, views)
-
-    run_ranks(work, world_size)
+    for found in run_ranks(hooks, world_size, device="cpu"):
+        for hook, distances in found.items():
+            assert {way: d for way, d in distances.items() if not d.bitwise} == {}, hook
 
 
-def test_bf16_compression_equals_torchs_hook_and_stays_within_its_rounding():
-    def work(rank):
-        hooks = comm_hooks.bf16_compress, default_hooks.bf16_compress_hook, None
-        ours, theirs, exact = (gradients_of(DropIn, rank, hook, nothing) for hook in hooks)
-        assert all(map(torch.equal, ours, theirs))
-        assert 0 < (ours[0] - exact[0]).norm() / exact[0].norm() < 2**-8
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_bf16_compression_equals_torchs_hook_and_stays_within_its_rounding(rank):
+    found = []
+    exactly = comm_hooks.average
+    for hook in (comm_hooks.bf16_compress, default_hooks.bf16_compress_hook, exactly):
+        wrapped = DropIn(seeded("mlp", CPU))
+        wrapped.register_comm_hook(None, hook)
+        wrapped(batch(rank)).square().mean().backward()
+        found.append(torch.cat([p.grad.flatten() for p in wrapped.parameters()]))
+    ours, theirs, exact = found
+    assert torch.equal(ours, theirs)
+    assert 0 < (ours - exact).norm() / exact.norm() < 2**-8
 
 
 class Weighted(nn.Module):
@@ -84,16 +55,14 @@ class Weighted(nn.Module):
         return (self.weight * factors).sum().real
 
 
+@on_ranks(2)
 def test_compression_refuses_complex_gradients_on_every_rank():
-    def work():
-        for hook in (comm_hooks.fp16_compress, comm_hooks.bf16_compress):
-            wrapped = DropIn(Weighted())
-            wrapped.register_comm_hook(None, hook)
-            said = "bucket 0 holds torch.complex64 gradients.*use the hook `average`"
-            with pytest.raises(TypeError, match=said):
-                wrapped(torch.randn(16, 12, dtype=torch.complex64)).backward()
-
-    run_ranks(work, 2)
+    for hook in (comm_hooks.fp16_compress, comm_hooks.bf16_compress):
+        wrapped = DropIn(Weighted())
+        wrapped.register_comm_hook(None, hook)
+        said = "bucket 0 holds torch.complex64 gradients.*use the hook `average`"
+        with pytest.raises(TypeError, match=said):
+            wrapped(torch.randn(16, 12, dtype=torch.complex64)).backward()
 
 
 def test_what_cannot_be_a_hook_is_refused_and_so_is_a_second_one():
@@ -104,7 +73,7 @@ def test_what_cannot_be_a_hook_is_refused_and_so_is_a_second_one():
     def with_wrong_result(state, bucket) -> int: ...
 
     def work():
-        wrapped = DropIn(model())
+        wrapped = DropIn(seeded("mlp", CPU))
         for hook, said in (
             (3, "must be callable"),
             (without_bucket, "must be named bucket"),
@@ -118,3 +87,55 @@ def test_what_cannot_be_a_hook_is_refused_and_so_is_a_second_one():
             wrapped.register_comm_hook(None, comm_hooks.average)
 
     run_ranks(work, 2)
+
+
+# The hook that reduces inside nodes and then across them ------------------------------------------
+
+
+def hierarchically(rank: int, ranks_per_node: int) -> list[list[Tensor]]:
+    """The first step's gradients by the hook under both wrappers, and by torch without a hook."""
+    state = comm_hooks.HierarchicalState(ranks_per_node)
+    found = []
+    for wrap, hook in ((DropIn, True), (DistributedDataParallel, True), (DropIn, False)):
+        wrapped = wrap(seeded("mlp", CPU), bucket_cap_mb=0.005)
+        if hook:
+            wrapped.register_comm_hook(state, comm_hooks.hierarchical_average)
+        for _ in range(2):  # in the second step, of many buckets
+            wrapped.zero_grad()
+            wrapped(batch(rank)).pow(2).mean().backward()
+        found.append(gradients(wrapped.module))
+    state.close()
+    return found
+
+
+@pytest.mark.parametrize(("count", "size"), [(2, 2), (3, 2), (2, 4)])
+def test_it_averages_under_both_wrappers_as_one_process_with_the_full_batch(count, size):
+    full = seeded("mlp", CPU)
+    full(torch.cat([batch(rank) for rank in range(count * size)])).pow(2).mean().backward()
+    of_rank = run_ranks(hierarchically, count * size, size)
+    for ours, torchs, without in of_rank:
+        assert all(map(torch.equal, ours, of_rank[0][0])), "the same bits on every rank"
+        assert all(map(torch.equal, ours, torchs))
+        torch.testing.assert_close(ours, gradients(full))
+        torch.testing.assert_close(ours, without)
+
+
+@on_ranks(2)
+def test_what_fails_in_its_thread_is_raised_by_backward(rank):
+    for wrap in (DropIn, DistributedDataParallel):
+        state = comm_hooks.HierarchicalState(1)
+        wrapped = wrap(seeded("mlp", CPU))
+        wrapped.register_comm_hook(state, comm_hooks.hierarchical_average)
+        broken = mock.Mock(side_effect=ValueError("the cable is unplugged"))
+        with (
+            mock.patch.object(comm_hooks, "hierarchical_all_reduce", broken),
+            pytest.raises(Exception, match="the cable is unplugged"),
+        ):
+            wrapped(batch(rank)).sum().backward()
+        state.close()
+
+
+def test_a_bucket_that_is_not_on_the_cpu_is_refused():
+    bucket = SimpleNamespace(buffer=lambda: torch.empty(3, device="meta"))
+    with pytest.raises(NotImplementedError, match="NCCL picks the route itself"):
+        comm_hooks.hierarchical_average(SimpleNamespace(), bucket)

@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from labkit.launch.ranks import run_ranks
 from miniddp.extras.local_updates import DiLoCo, LocalSGD
-from tests.miniddp.beside_torch import CPU, STEPS, batch, build, train, with_local_updates
+from tests.miniddp.beside_torch import CPU, UPDATES, batch, build, train, with_local_updates
 
 
 def on_ranks(rank: int, kinds: list[str], every: int) -> list[list[Tensor]]:
@@ -24,7 +24,7 @@ def workers(kind: str, every: int) -> list[Tensor]:
     inner = [SGD(m.parameters(), lr=0.1, momentum=0.5) for m in models]
     common = copy.deepcopy(models[0])
     outer = SGD(common.parameters(), nesterov=True, lr=0.7, momentum=0.9)
-    for step in range(STEPS):
+    for step in range(UPDATES):
         for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
             optimizer.zero_grad()
             model(batch(rank, step)).pow(2).mean().backward()
@@ -64,7 +64,7 @@ def test_a_training_goes_on_where_it_was_saved(kind):
         return model, kind(SGD(model.parameters(), lr=0.1, momentum=0.5), 4)
 
     def work(rank: int) -> None:
-        mine = [batch(rank, step) for step in range(STEPS)]
+        mine = [batch(rank, step) for step in range(UPDATES)]
         model, optimizer = start()
         train(model, optimizer, mine, CPU)  # the sixth step is the second of a round
         resumed, other = start()

@@ -15,6 +15,7 @@ from labkit.launch.ranks import run_ranks
 from labkit.profiling.step_cost import ring_bytes, step_cost
 from labkit.testing.watch import RecordedCollectives
 from miniddp.sharded import fully_shard
+from tests.on_ranks import on_ranks
 
 SIZE = 4 * (24 * 12 + 24 * 24)  # bytes of the parameters, which 2 and 4 ranks share evenly
 
@@ -87,29 +88,25 @@ def cost_of_backward(rank: int, way: str, how: Any) -> tuple[int, float]:
     return min(found[1:]), 2 * ring_bytes(recorded.launched, 2) / LAYER
 
 
-def test_backward_holds_and_sends_no_more_than_torchs():
-    def work(rank: int) -> None:
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        for way in WAYS:
-            held, sent = cost_of_backward(rank, way, fully_shard)
-            torchs_held, torchs_sent = cost_of_backward(rank, way, torchs_fully_shard)
-            assert held <= torchs_held, way
-            # Gathers have a label. A rank cannot know that no rank has a gradient after the second
-            # forward's backward; torch's does not reduce then.
-            assert sent <= torchs_sent + 0.5 + (6 if way == "twice" else 0), way
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_backward_holds_and_sends_no_more_than_torchs(rank: int) -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for way in WAYS:
+        held, sent = cost_of_backward(rank, way, fully_shard)
+        torchs_held, torchs_sent = cost_of_backward(rank, way, torchs_fully_shard)
+        assert held <= torchs_held, way
+        # Gathers have a label. A rank cannot know that no rank has a gradient after the second
+        # forward's backward; torch's does not reduce then.
+        assert sent <= torchs_sent + 0.5 + (6 if way == "twice" else 0), way
 
 
-def test_a_forward_without_a_backward_keeps_no_activations():
-    def work() -> None:
-        model, outputs = Pairs(fully_shard), []
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear):
-                layer.register_forward_hook(lambda *call: outputs.append(weakref.ref(call[-1])))
-        gc.disable()
-        model(torch.randn(5, 40))
-        gc.enable()
-        assert [output() for output in outputs] == [None] * 6
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_forward_without_a_backward_keeps_no_activations() -> None:
+    model, outputs = Pairs(fully_shard), []
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda *call: outputs.append(weakref.ref(call[-1])))
+    gc.disable()
+    model(torch.randn(5, 40))
+    gc.enable()
+    assert [output() for output in outputs] == [None] * 6

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_models import MODELS, POLICIES, Model, loss_of, whole
 from torch import nn
 
 # The function that keeps whole parameters with FSDP2's machinery has no public name yet.
@@ -28,8 +27,9 @@ from miniddp.sharded import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
-
-STEPS = 3
+from tests.ddp_models import MODELS, POLICIES, Model, loss_of, whole
+from tests.miniddp.beside_torch import distance, shard, train_sharded
+from tests.on_ranks import on_ranks
 
 
 class Lora(nn.Module):
@@ -76,58 +76,8 @@ ALL = MODELS | {
 }
 # A scalar has no rows, and a message of gradients has no complex numbers or gaps.
 REFUSED = {"odd shapes", "convolution", "complex"}
-# Tied weights belong to one group, as do modules that some ranks leave out.
-ONE_GROUP = {"tied weights", "transformer", "branches"}
 # torch's: needs one dtype per group, leaves the second dtype out of an all-reduce, or raises.
 NOT_IN_TORCH = {"mixed dtypes", "sparse embedding", "branches", "in place"}
-
-
-def shard(module: nn.Module, name: str, how: Any, **options: Any) -> nn.Module:
-    if name not in ONE_GROUP:
-        for child in module.children():
-            if not isinstance(child, nn.ModuleList):
-                how(child, **options)
-    how(module, **options)
-    return module
-
-
-def train(model: nn.Module, draw, rank: int, accumulate: bool = False, options=None) -> list:
-    """Gradients after each backward, and parameters after each step, whole."""
-    # Adam would turn differences of rounding size in a gradient of zero into steps.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-    seen = []
-    for step in range(STEPS):
-        torch.manual_seed(1000 * rank + step)
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        for micro in range(3 if accumulate else 1):
-            if accumulate:
-                synchronize(model, micro == 2)
-            loss_of(model(draw(4 + micro))).backward()
-        grads = [None if p.grad is None else whole(p.grad, p) for p in model.parameters()]
-        seen.append(grads)
-        optimizer.step()
-        seen.append([whole(p.detach(), p) for p in model.parameters()])
-    return seen
-
-
-def synchronize(model: nn.Module, on: bool) -> None:
-    if isinstance(model, MiniDDP):
-        model.require_backward_grad_sync = on
-    else:
-        model.set_requires_gradient_sync(on)
-
-
-def largest(one: list, other: list) -> float:
-    """The largest difference of two trainings, relative to the largest value; inf for a None."""
-    worst = 0.0
-    for a, b in zip(one, other, strict=True):
-        for x, y in zip(a, b, strict=True):
-            if (x is None) != (y is None):
-                return float("inf")
-            if x is not None and x.numel():
-                scale = y.abs().max().clamp(min=1e-3)
-                worst = max(worst, float(((x - y).abs().max() / scale).item()))
-    return worst
 
 
 def compare_models(rank: int, world_size: int, accumulate: bool) -> None:
@@ -140,8 +90,12 @@ def compare_models(rank: int, world_size: int, accumulate: bool) -> None:
             continue
         print(name)  # shown if the call fails, and then the last one is the culprit
         torch.manual_seed(7)
-        module = build()
-        ours = train(shard(copy.deepcopy(module), name, fully_shard), draw, rank, accumulate)
+        module, micro_batches = build(), 3 if accumulate else 1
+
+        def trained(model: nn.Module, draw=draw, micro_batches=micro_batches) -> list:
+            return train_sharded(model, draw, rank, micro_batches=micro_batches)
+
+        ours = trained(shard(copy.deepcopy(module), name, fully_shard))
         if name == "sparse embedding":  # ours alone takes it; `dense embedding` has the numbers
             continue
         others = [
@@ -153,7 +107,7 @@ def compare_models(rank: int, world_size: int, accumulate: bool) -> None:
             others.append(MiniDDP(module, find_unused_parameters=name == "branches"))
         bound = max(0.0 if world_size == 2 else 1e-4, wider.get(name, 0.0))
         for other in others:
-            far = largest(ours, train(other, draw, rank, accumulate))
+            far = distance(ours, trained(other)).largest
             assert far <= bound, f"{name}, {type(other).__name__}"
 
 
@@ -183,7 +137,7 @@ def compare_options(rank: int, world_size: int, name: str) -> None:
     build, draw = ALL[kind]
     torch.manual_seed(7)
     module = build()
-    seen, norms = [], []
+    seen, norms, clipped = [], [], []
     for how in (fully_shard, torchs_fully_shard):
         model = shard(copy.deepcopy(module), kind, how, **options_of(name, world_size))
         if name == "divided by 3":
@@ -195,13 +149,13 @@ def compare_options(rank: int, world_size: int, name: str) -> None:
             model.set_requires_all_reduce(False)
             loss_of(model(draw(4))).backward()
             model.set_requires_all_reduce(True)
-        seen.append(train(model, draw, rank, accumulate=True))
+        seen.append(train_sharded(model, draw, rank, micro_batches=3))
         clip = clip_grad_norm_ if how is fully_shard else nn.utils.clip_grad_norm_
         norm = clip(model.parameters(), 1e-3)
         norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        seen[-1].append([whole(p.grad, p) for p in model.parameters()])
-    assert largest([seen[0].pop()], [seen[1].pop()]) < 1e-6, "clipped"
-    assert largest(*seen) == 0
+        clipped.append([whole(p.grad, p) for p in model.parameters()])
+    assert distance(*clipped).largest < 1e-6
+    assert distance(*seen).bitwise
     assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-6)
 
 
@@ -256,23 +210,21 @@ def test_what_three_ranks_save_two_ranks_resume_as_one_process_would():
         torch.testing.assert_close(found, dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
 
 
-def test_a_forward_without_a_backward_leaves_no_old_parameters_to_the_next_one():
-    def work(rank: int) -> None:
-        build, draw = MODELS["mlp"]
-        for reshard in (True, False, None):
-            model = shard(build(), "mlp", fully_shard, reshard_after_forward=reshard)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-            torch.manual_seed(rank)
-            batch = draw(4)
-            loss_of(model(batch)).backward()
-            model(batch)
-            optimizer.step()
-            outputs = model(batch).detach()
-            alone = build()
-            alone.load_state_dict(full_state_dict(model))
-            torch.testing.assert_close(outputs, alone(batch).detach())
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_forward_without_a_backward_leaves_no_old_parameters_to_the_next_one(rank: int) -> None:
+    build, draw = MODELS["mlp"]
+    for reshard in (True, False, None):
+        model = shard(build(), "mlp", fully_shard, reshard_after_forward=reshard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        torch.manual_seed(rank)
+        batch = draw(4)
+        loss_of(model(batch)).backward()
+        model(batch)
+        optimizer.step()
+        outputs = model(batch).detach()
+        alone = build()
+        alone.load_state_dict(full_state_dict(model))
+        torch.testing.assert_close(outputs, alone(batch).detach())
 
 
 def test_a_step_after_interruptions_and_with_two_forwards_per_backward_is_right():

@@ -28,6 +28,7 @@ from miniddp.sharded import (
     load_full_state_dict,
 )
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from tests.on_ranks import on_ranks
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -116,98 +117,88 @@ def gradients(case: Callable, how: Any, ranks: list[int]) -> list[Tensor | None]
     return found
 
 
-def test_gradients_are_those_of_one_process_and_of_torch():
-    def work(rank: int) -> None:
-        for case in CASES:
-            ours = gradients(case, fully_shard, [rank])
-            others = {"one process": gradients(case, lambda part: part, [0, 1])}
-            if case is not a_loss_that_is_no_output:  # torch's reduces nothing
-                others["torch"] = gradients(case, torchs_fully_shard, [rank])
-            for name, theirs in others.items():
-                other_order = (case, name) == (synchronized_without_a_branch, "one process")
-                same = torch.allclose if other_order else torch.equal
-                for a, b in zip(ours, theirs, strict=True):
-                    none = a is None and b is None
-                    assert none or same(a, b), f"{case.__name__}: {name}"
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_gradients_are_those_of_one_process_and_of_torch(rank: int) -> None:
+    for case in CASES:
+        ours = gradients(case, fully_shard, [rank])
+        others = {"one process": gradients(case, lambda part: part, [0, 1])}
+        if case is not a_loss_that_is_no_output:  # torch's reduces nothing
+            others["torch"] = gradients(case, torchs_fully_shard, [rank])
+        for name, theirs in others.items():
+            other_order = (case, name) == (synchronized_without_a_branch, "one process")
+            same = torch.allclose if other_order else torch.equal
+            for a, b in zip(ours, theirs, strict=True):
+                none = a is None and b is None
+                assert none or same(a, b), f"{case.__name__}: {name}"
 
 
-def test_what_would_be_silently_wrong_is_refused_on_every_rank():
-    def work(rank: int) -> None:
-        net = build(fully_shard)
-        net(torch.ones(2, 12)).sum().backward()
-        late = build(fully_shard)
-        late(torch.ones(2, 12)).sum().backward()
-        late.head.bias = nn.Parameter(torch.zeros(3))
-        divided = nn.Linear(2, 2)
-        mesh = init_device_mesh("cpu", (2,))
-        divided.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
-        experts = [fully_shard(nn.Linear(2, 2)) for _ in range(2)]  # in no sharded module
-        encode, decode = nn.Linear(2, 3), nn.Linear(3, 2)
-        decode.weight = encode.weight
-        fully_shard(encode)
-        other = "is all-gathering a different module"
-        for said, attempt in {
-            "used while sharded": lambda: net.logits(torch.ones(2, 12)),
-            "a Linear was used while": lambda: net.forward(torch.ones(2, 12)),
-            "Linear.weight was used": lambda: net.right.weight.sum().backward(),
-            other: lambda: net(torch.ones(2, 12), rank == 0),
-            "is all-gathering the model (FSDPLinear)": lambda: experts[rank](torch.ones(1, 2)),
-            "head.bias was added": lambda: late(torch.ones(2, 12)),
-            "weight is a DTensor": lambda: fully_shard(divided),
-            "is never called": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
-            "a list is never called": lambda: fully_shard([nn.Linear(2, 2)]),
-            "LBFGS computes with whole": lambda: torch.optim.LBFGS(net.parameters()).step(int),
-            "is tied to a parameter": lambda: fully_shard(decode),
-            "has been sharded already": lambda: fully_shard(experts[0]),
-            "same model across all ranks": lambda: fully_shard(nn.Linear(2, 2 + rank)),
-            "is a scalar": lambda: fully_shard(MODELS["odd shapes"].build()),
-            "is not contiguous": lambda: fully_shard(MODELS["convolution"].build()),
-            "(3, 2)": lambda: load_full_state_dict(experts[0], {"weight": torch.zeros(3, 2)}),
-            "full_state_dict": lambda: copy.deepcopy(experts[0]),
-            "shard the wrapper's .module": lambda: fully_shard(MiniDDP(nn.Linear(2, 2))),
-            "This module is a FSDPLinear, which averages": lambda: MiniDDP(experts[0]),
-            "already, or those of a part of it": lambda: DropIn(nn.Sequential(experts[0])),
-        }.items():
-            with pytest.raises((ValueError, RuntimeError, TypeError), match=re.escape(said)):
-                attempt()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_what_would_be_silently_wrong_is_refused_on_every_rank(rank: int) -> None:
+    net = build(fully_shard)
+    net(torch.ones(2, 12)).sum().backward()
+    late = build(fully_shard)
+    late(torch.ones(2, 12)).sum().backward()
+    late.head.bias = nn.Parameter(torch.zeros(3))
+    divided = nn.Linear(2, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    divided.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
+    experts = [fully_shard(nn.Linear(2, 2)) for _ in range(2)]  # in no sharded module
+    encode, decode = nn.Linear(2, 3), nn.Linear(3, 2)
+    decode.weight = encode.weight
+    fully_shard(encode)
+    other = "is all-gathering a different module"
+    for said, attempt in {
+        "used while sharded": lambda: net.logits(torch.ones(2, 12)),
+        "a Linear was used while": lambda: net.forward(torch.ones(2, 12)),
+        "Linear.weight was used": lambda: net.right.weight.sum().backward(),
+        other: lambda: net(torch.ones(2, 12), rank == 0),
+        "is all-gathering the model (FSDPLinear)": lambda: experts[rank](torch.ones(1, 2)),
+        "head.bias was added": lambda: late(torch.ones(2, 12)),
+        "weight is a DTensor": lambda: fully_shard(divided),
+        "is never called": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+        "a list is never called": lambda: fully_shard([nn.Linear(2, 2)]),
+        "LBFGS computes with whole": lambda: torch.optim.LBFGS(net.parameters()).step(int),
+        "is tied to a parameter": lambda: fully_shard(decode),
+        "has been sharded already": lambda: fully_shard(experts[0]),
+        "same model across all ranks": lambda: fully_shard(nn.Linear(2, 2 + rank)),
+        "is a scalar": lambda: fully_shard(MODELS["odd shapes"].build()),
+        "is not contiguous": lambda: fully_shard(MODELS["convolution"].build()),
+        "(3, 2)": lambda: load_full_state_dict(experts[0], {"weight": torch.zeros(3, 2)}),
+        "full_state_dict": lambda: copy.deepcopy(experts[0]),
+        "shard the wrapper's .module": lambda: fully_shard(MiniDDP(nn.Linear(2, 2))),
+        "This module is a FSDPLinear, which averages": lambda: MiniDDP(experts[0]),
+        "already, or those of a part of it": lambda: DropIn(nn.Sequential(experts[0])),
+    }.items():
+        with pytest.raises((ValueError, RuntimeError, TypeError), match=re.escape(said)):
+            attempt()
 
 
-def test_a_module_that_differs_on_one_rank_is_refused_on_all_ranks_of_a_mesh():
-    def work(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2))
-        with pytest.raises(RuntimeError, match="same model"):
-            fully_shard(nn.Linear(2, 3 if rank == 1 else 2), mesh=mesh)
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_a_module_that_differs_on_one_rank_is_refused_on_all_ranks_of_a_mesh(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    with pytest.raises(RuntimeError, match="same model"):
+        fully_shard(nn.Linear(2, 3 if rank == 1 else 2), mesh=mesh)
 
 
-def test_hooks_of_a_sharded_parameter_run_once_when_its_gradient_is_there():
-    def work() -> None:
-        net, shapes = fully_shard(nn.Linear(12, 4)), []
-        for parameter in net.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: shapes.append(p.grad.shape))
-        one, other = 2 * torch.ones(2, 2, 12, requires_grad=True)
-        (net(one) + net(other)).sum().backward()
-        assert shapes == [(2, 12), (2,)]
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_hooks_of_a_sharded_parameter_run_once_when_its_gradient_is_there() -> None:
+    net, shapes = fully_shard(nn.Linear(12, 4)), []
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: shapes.append(p.grad.shape))
+    one, other = 2 * torch.ones(2, 2, 12, requires_grad=True)
+    (net(one) + net(other)).sum().backward()
+    assert shapes == [(2, 12), (2,)]
 
 
-def test_plain_values_are_saved_of_all_parameters_also_without_elements():
-    def work() -> None:
-        net = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 2))
-        net[0].nothing = nn.Parameter(torch.empty(0, 12))
-        fully_shard(net[0])
-        state = full_state_dict(net)
-        assert state["0.nothing"].shape == (0, 12)
-        assert state["1.weight"].shape == (2, 4)
-        assert not any(value.requires_grad for value in state.values())
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_plain_values_are_saved_of_all_parameters_also_without_elements() -> None:
+    net = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 2))
+    net[0].nothing = nn.Parameter(torch.empty(0, 12))
+    fully_shard(net[0])
+    state = full_state_dict(net)
+    assert state["0.nothing"].shape == (0, 12)
+    assert state["1.weight"].shape == (2, 4)
+    assert not any(value.requires_grad for value in state.values())
 
 
 class Rotation(nn.Module):
@@ -219,22 +210,18 @@ class Rotation(nn.Module):
         return (self.turns * x).imag.sum()
 
 
-def test_complex_gradients_are_reduced_as_they_are():
-    def work(rank: int) -> None:
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        net = fully_shard(Rotation(), mp_policy=policy)
-        net((rank + 1) * torch.ones(3)).backward()
-        assert net.turns.sharding.gather(net.turns.grad).tolist() == [1.5j, 1.5j, 1.5j]
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_complex_gradients_are_reduced_as_they_are(rank: int) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    net = fully_shard(Rotation(), mp_policy=policy)
+    net((rank + 1) * torch.ones(3)).backward()
+    assert net.turns.sharding.gather(net.turns.grad).tolist() == [1.5j, 1.5j, 1.5j]
 
 
-def test_modules_of_one_class_still_have_one_class():
-    def work() -> None:
-        one, other, third = (fully_shard(kind(2, 2)) for kind in (nn.Linear, nn.Linear, nn.RNN))
-        assert type(one) is type(other) is not type(third)
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_modules_of_one_class_still_have_one_class() -> None:
+    one, other, third = (fully_shard(kind(2, 2)) for kind in (nn.Linear, nn.Linear, nn.RNN))
+    assert type(one) is type(other) is not type(third)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -12,6 +12,7 @@ from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
 from miniddp import MiniDDP
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from tests.on_ranks import on_ranks
 
 NO_HANG = 120  # seconds, of which ranks that agree need one
 
@@ -76,28 +77,24 @@ LOCAL_FAULTS: dict[str, tuple[Callable[[], MiniDDP], str]] = {
 }
 
 
-def test_what_keeps_one_rank_from_taking_part_is_raised_on_every_rank_and_names_it():
-    def work(rank):
-        for name, (make, said) in LOCAL_FAULTS.items():
-            error = error_of(make if rank == 1 else lambda: DropIn(linear()))
-            if rank == 1:
-                assert error.startswith(said), name
-            else:
-                assert f"every rank raises. rank 1: {said}" in error, name
-
-    run_ranks(work, 3, timeout=NO_HANG)
+@on_ranks(3, timeout=NO_HANG)
+def test_what_keeps_one_rank_from_taking_part_is_raised_on_every_rank_and_names_it(rank):
+    for name, (make, said) in LOCAL_FAULTS.items():
+        error = error_of(make if rank == 1 else lambda: DropIn(linear()))
+        if rank == 1:
+            assert error.startswith(said), name
+        else:
+            assert f"every rank raises. rank 1: {said}" in error, name
 
 
-def test_a_rank_that_cannot_take_part_says_so_where_the_other_ranks_tensors_are():
-    def work(rank):
-        # As of a group whose tensors may be on the CPU or on a GPU; here, no tensor is on a GPU.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl")
-            for wrap in (MiniDDP, DropIn):
-                error = error_of(lambda wrap=wrap: wrap(linear().requires_grad_(rank == 0)))
-                assert ("rank 1: RuntimeError: Distri", "not needed")[rank] in error
-
-    run_ranks(work, 2, timeout=NO_HANG)
+@on_ranks(2, timeout=NO_HANG)
+def test_a_rank_that_cannot_take_part_says_so_where_the_other_ranks_tensors_are(rank):
+    # As of a group whose tensors may be on the CPU or on a GPU; here, no tensor is on a GPU.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl")
+        for wrap in (MiniDDP, DropIn):
+            error = error_of(lambda wrap=wrap: wrap(linear().requires_grad_(rank == 0)))
+            assert ("rank 1: RuntimeError: Distri", "not needed")[rank] in error
 
 
 class Precisions(NamedTuple):
@@ -123,17 +120,15 @@ SETTINGS = {
 }
 
 
-def test_a_setting_that_differs_is_named_with_its_values_and_ranks_on_every_rank():
-    def work(rank):
-        for name, (of_rank_0, of_others, said) in SETTINGS.items():
-            keywords = {name: of_others if rank else of_rank_0}
-            error = error_of(lambda keywords=keywords: DropIn(linear(), **keywords))
-            assert "expects same settings across all ranks" in error
-            assert said in error
-            assert "on rank 1, 2" in error
-            assert f"Reported on rank {rank}" in error
-
-    run_ranks(work, 3, timeout=NO_HANG)
+@on_ranks(3, timeout=NO_HANG)
+def test_a_setting_that_differs_is_named_with_its_values_and_ranks_on_every_rank(rank):
+    for name, (of_rank_0, of_others, said) in SETTINGS.items():
+        keywords = {name: of_others if rank else of_rank_0}
+        error = error_of(lambda keywords=keywords: DropIn(linear(), **keywords))
+        assert "expects same settings across all ranks" in error
+        assert said in error
+        assert "on rank 1, 2" in error
+        assert f"Reported on rank {rank}" in error
 
 
 def layers(count: int) -> nn.Module:
@@ -192,31 +187,27 @@ DIFFERENCES: dict[str, tuple[Callable[[bool], nn.Module], list[str], str]] = {
 }
 
 
-def test_what_differs_on_one_rank_is_named_on_every_rank_and_nothing_else_is():
-    def work(rank):
-        for make, said, unsaid in DIFFERENCES.values():
-            error = error_of(lambda make=make: make(rank == 1))
-            assert all(text in error for text in said), error
-            assert unsaid not in error
-
-    run_ranks(work, 3, timeout=NO_HANG)
+@on_ranks(3, timeout=NO_HANG)
+def test_what_differs_on_one_rank_is_named_on_every_rank_and_nothing_else_is(rank):
+    for make, said, unsaid in DIFFERENCES.values():
+        error = error_of(lambda make=make: make(rank == 1))
+        assert all(text in error for text in said), error
+        assert unsaid not in error
 
 
-def test_strict_says_a_backward_past_the_wrapper_of_one_rank_on_every_rank_and_then_goes_on():
-    def work(rank):
-        ddp, plain = DropIn(linear(), strict=True), DropIn(linear())
-        ddp(inputs(rank)).sum().backward()
-        if rank == 1:
-            ddp.module(inputs(rank)).sum().backward()
-        ddp.zero_grad()
-        error = error_of(lambda: ddp(inputs(rank, 1)).square().mean().backward())
-        assert error.startswith("RuntimeError: On rank 1 a backward ran")
-        ddp.zero_grad()
-        for each in (ddp, plain):
-            each(inputs(rank, 2)).square().mean().backward()
-        assert largest_difference(gradients(ddp), gradients(plain)) == 0
-
-    run_ranks(work, 2, timeout=NO_HANG)
+@on_ranks(2, timeout=NO_HANG)
+def test_strict_says_a_backward_past_the_wrapper_of_one_rank_on_every_rank_and_then_goes_on(rank):
+    ddp, plain = DropIn(linear(), strict=True), DropIn(linear())
+    ddp(inputs(rank)).sum().backward()
+    if rank == 1:
+        ddp.module(inputs(rank)).sum().backward()
+    ddp.zero_grad()
+    error = error_of(lambda: ddp(inputs(rank, 1)).square().mean().backward())
+    assert error.startswith("RuntimeError: On rank 1 a backward ran")
+    ddp.zero_grad()
+    for each in (ddp, plain):
+        each(inputs(rank, 2)).square().mean().backward()
+    assert largest_difference(gradients(ddp), gradients(plain)) == 0
 
 
 class TwoHeads(nn.Module):
@@ -229,18 +220,16 @@ class TwoHeads(nn.Module):
         return self.left(x), self.right(x)
 
 
-def test_a_static_graph_refuses_a_part_that_its_first_iteration_did_not_have():
-    def work(rank):
-        ddp = DropIn(TwoHeads(), static_graph=True)
-        for step in range(2):
-            ddp.zero_grad()
-            left, right = ddp(inputs(rank, step))
-            left.sum().backward()
-        error = error_of(right.sum().backward)
-        assert "Your training graph has changed in this iteration" in error
-        assert "The parameter is right." in error
-
-    run_ranks(work, 2, timeout=NO_HANG)
+@on_ranks(2, timeout=NO_HANG)
+def test_a_static_graph_refuses_a_part_that_its_first_iteration_did_not_have(rank):
+    ddp = DropIn(TwoHeads(), static_graph=True)
+    for step in range(2):
+        ddp.zero_grad()
+        left, right = ddp(inputs(rank, step))
+        left.sum().backward()
+    error = error_of(right.sum().backward)
+    assert "Your training graph has changed in this iteration" in error
+    assert "The parameter is right." in error
 
 
 def test_an_interrupted_first_backward_teaches_a_static_graph_nothing():
@@ -263,18 +252,16 @@ def test_an_interrupted_first_backward_teaches_a_static_graph_nothing():
     run_ranks(work, 2, timeout=NO_HANG)
 
 
-def test_a_pass_of_autograd_grad_is_no_training_backward():
-    def work(rank):
-        settings = ({}, {"strict": True}, {"static_graph": True})
-        wrapped = [DropIn(linear(), **keywords) for keywords in settings]
-        for step in range(3):
-            for each in wrapped:
-                each.zero_grad()
-                x = inputs(rank, step).requires_grad_()
-                output = each(x).square().sum()
-                (slope,) = torch.autograd.grad(output, x, create_graph=True)
-                (output + slope.square().sum()).backward()
-            plain, *others = map(gradients, wrapped)
-            assert [largest_difference(other, plain) for other in others] == [0, 0]
-
-    run_ranks(work, 2, timeout=NO_HANG)
+@on_ranks(2, timeout=NO_HANG)
+def test_a_pass_of_autograd_grad_is_no_training_backward(rank):
+    settings = ({}, {"strict": True}, {"static_graph": True})
+    wrapped = [DropIn(linear(), **keywords) for keywords in settings]
+    for step in range(3):
+        for each in wrapped:
+            each.zero_grad()
+            x = inputs(rank, step).requires_grad_()
+            output = each(x).square().sum()
+            (slope,) = torch.autograd.grad(output, x, create_graph=True)
+            (output + slope.square().sum()).backward()
+        plain, *others = map(gradients, wrapped)
+        assert [largest_difference(other, plain) for other in others] == [0, 0]

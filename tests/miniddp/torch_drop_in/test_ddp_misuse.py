@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
 
-from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
 from miniddp.ladder import RUNGS, Flat
 from miniddp.losses import global_mean
@@ -21,6 +20,7 @@ from miniddp.manual import average_gradients
 from miniddp.sync_batch_norm import SyncBatchNorm
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.torch_drop_in.keywords import moved_to
+from tests.on_ranks import on_ranks
 
 
 def linear() -> nn.Linear:
@@ -32,40 +32,34 @@ def inputs(rank: int) -> torch.Tensor:
     return torch.full((2, 3), float(rank + 1))
 
 
-def test_a_rung_built_on_a_module_that_has_one_already_averages_alone():
+@on_ranks(2)
+def test_a_rung_built_on_a_module_that_has_one_already_averages_alone(rank):
     single = linear()
     single(torch.cat([inputs(0), inputs(1)])).sum().div(2).backward()
     right = gradients(single)
-
-    def work(rank):
-        for first, second in product(RUNGS, RUNGS):
-            module = linear()
-            first(module).finish()
-            rung = second(module)
-            rung(inputs(rank)).sum().backward()
-            rung.finish()
-            assert largest_difference(gradients(module), right) == 0
-
-    run_ranks(work, 2)
+    for first, second in product(RUNGS, RUNGS):
+        module = linear()
+        first(module).finish()
+        rung = second(module)
+        rung(inputs(rank)).sum().backward()
+        rung.finish()
+        assert largest_difference(gradients(module), right) == 0
 
 
-def test_a_reducer_may_be_prepared_for_backward_after_the_forward_as_libraries_do_it():
-    def work(rank):
-        found = []
-        for wrap in (DropIn, DistributedDataParallel):
-            ddp = wrap(linear())
-            for _ in range(3):
-                ddp.zero_grad()
-                with ddp.no_sync():
-                    output = ddp(inputs(rank))
-                ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-                ddp.reducer.prepare_for_backward([])
-                output.sum().backward()
-            found.append(gradients(ddp))
-        assert largest_difference(*found) == 0
-        return found[0]
-
-    assert largest_difference(*run_ranks(work, 2)) == 0
+@on_ranks(2)
+def test_a_reducer_may_be_prepared_for_backward_after_the_forward_as_libraries_do_it(rank):
+    found = []
+    for wrap in (DropIn, DistributedDataParallel):
+        ddp = wrap(linear())
+        for _ in range(3):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                output = ddp(inputs(rank))
+            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+            ddp.reducer.prepare_for_backward([])
+            output.sum().backward()
+        found.append(gradients(ddp))
+    assert largest_difference(*found) == 0
 
 
 def average_or_fail(failing, bucket):
@@ -92,24 +86,21 @@ class TwoHeads(nn.Module):
         return getattr(self, head)(self.stem(x))
 
 
-def test_after_a_comm_hooks_future_has_failed_the_next_step_is_right():
+@on_ranks(2)
+def test_after_a_comm_hooks_future_has_failed_the_next_step_is_right(rank):
     full = TwoHeads()
     (sum(full(inputs(r), "b").sum() for r in range(2)) / 2).backward()
     right = full.b.weight.grad
-
-    def work(rank):
-        failing = [True]
-        ddp = DropIn(TwoHeads(), find_unused_parameters=True)
-        ddp.register_comm_hook(failing, average_or_fail)
-        with pytest.raises(Exception, match="the hook's future fails"):
-            ddp(inputs(rank), "a").sum().backward()
-        failing[0] = False
-        ddp.zero_grad()
-        ddp(inputs(rank), "b").sum().backward()
-        assert ddp.module.a.weight.grad is None
-        torch.testing.assert_close(ddp.module.b.weight.grad, right)
-
-    run_ranks(work, 2)
+    failing = [True]
+    ddp = DropIn(TwoHeads(), find_unused_parameters=True)
+    ddp.register_comm_hook(failing, average_or_fail)
+    with pytest.raises(Exception, match="the hook's future fails"):
+        ddp(inputs(rank), "a").sum().backward()
+    failing[0] = False
+    ddp.zero_grad()
+    ddp(inputs(rank), "b").sum().backward()
+    assert ddp.module.a.weight.grad is None
+    torch.testing.assert_close(ddp.module.b.weight.grad, right)
 
 
 def total(state, bucket):
@@ -117,115 +108,103 @@ def total(state, bucket):
     return summed.get_future().then(lambda done: done.value()[0])
 
 
-def test_a_copy_keeps_the_comm_hook_and_refuses_delayed_parameters():
+@on_ranks(2)
+def test_a_copy_keeps_the_comm_hook_and_refuses_delayed_parameters(rank):
     full = linear()
     sum(full(inputs(r)).sum() for r in range(2)).backward()
     right = gradients(full)
-
-    def work(rank):
-        ddp = DropIn(linear())
-        ddp.register_comm_hook(None, total)
-        for each in (ddp, copy.deepcopy(ddp)):
-            each(inputs(rank)).sum().backward()
-            assert largest_difference(gradients(each), right) < 1e-6
-        module = nn.Sequential(linear(), nn.Linear(2, 2))
-        delayed = DropIn(
-            module,
-            delay_all_reduce_named_params=[("0.weight", module[0].weight)],
-            param_to_hook_all_reduce=module[1].weight,
-        )
-        with pytest.raises(RuntimeError, match=r"cannot be copied.*Copy its \.module"):
-            copy.deepcopy(delayed)
-
-    run_ranks(work, 2)
+    ddp = DropIn(linear())
+    ddp.register_comm_hook(None, total)
+    for each in (ddp, copy.deepcopy(ddp)):
+        each(inputs(rank)).sum().backward()
+        assert largest_difference(gradients(each), right) < 1e-6
+    module = nn.Sequential(linear(), nn.Linear(2, 2))
+    delayed = DropIn(
+        module,
+        delay_all_reduce_named_params=[("0.weight", module[0].weight)],
+        param_to_hook_all_reduce=module[1].weight,
+    )
+    with pytest.raises(RuntimeError, match=r"cannot be copied.*Copy its \.module"):
+        copy.deepcopy(delayed)
 
 
-def test_skipped_buckets_are_not_the_last_one_and_the_rest_is_averaged():
-    def work(rank):
-        seen = []
+@on_ranks(2)
+def test_skipped_buckets_are_not_the_last_one_and_the_rest_is_averaged(rank):
+    seen = []
 
-        def hook(state, bucket):
-            seen.append(bucket.is_last())
-            return total(state, bucket).then(lambda done: done.value().div_(2))
+    def hook(state, bucket):
+        seen.append(bucket.is_last())
+        return total(state, bucket).then(lambda done: done.value().div_(2))
 
-        settings = {
-            "find_unused_parameters": True,
-            "skip_all_reduce_unused_params": True,
-            "bucket_cap_mb": 1e-6,
-        }
-        ddp = DropIn(TwoHeads(), **settings)
-        ddp.register_comm_hook(None, hook)
-        ddp(inputs(rank), "b").sum().backward()
-        reference = DistributedDataParallel(TwoHeads(), **settings)
-        reference(inputs(rank), "b").sum().backward()
-        assert largest_difference(gradients(ddp), gradients(reference)) == 0
-        # Of six buckets of one tensor each, those of head a are not sent.
-        assert seen == [False, False, False, True]
-
-    run_ranks(work, 2)
+    settings = {
+        "find_unused_parameters": True,
+        "skip_all_reduce_unused_params": True,
+        "bucket_cap_mb": 1e-6,
+    }
+    ddp = DropIn(TwoHeads(), **settings)
+    ddp.register_comm_hook(None, hook)
+    ddp(inputs(rank), "b").sum().backward()
+    reference = DistributedDataParallel(TwoHeads(), **settings)
+    reference(inputs(rank), "b").sum().backward()
+    assert largest_difference(gradients(ddp), gradients(reference)) == 0
+    # Of six buckets of one tensor each, those of head a are not sent.
+    assert seen == [False, False, False, True]
 
 
 class Precisions:
     param_dtype, reduce_dtype, buffer_dtype = torch.bfloat16, torch.float32, None
 
 
-def test_mixed_precision_leaves_wide_parameters_after_skipped_buckets_and_without_gradients():
-    def work(rank):
-        dtypes = set()
-        ddp = DropIn(
-            TwoHeads(),
-            find_unused_parameters=True,
-            skip_all_reduce_unused_params=True,
-            bucket_cap_mb=1e-6,
-            mixed_precision=Precisions(),
-        )
-        ddp(inputs(rank), "a").float().sum().backward()  # b's bucket, the first one, is skipped
-        dtypes |= {p.dtype for p in ddp.parameters()}
-        with torch.no_grad():
-            ddp(inputs(rank), "a")
-        return dtypes | {tensor.dtype for tensor in ddp.state_dict().values()}
-
-    assert run_ranks(work, 2) == [{torch.float32}] * 2
+@on_ranks(2)
+def test_mixed_precision_leaves_wide_parameters_after_skipped_buckets_and_without_gradients(rank):
+    ddp = DropIn(
+        TwoHeads(),
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+        bucket_cap_mb=1e-6,
+        mixed_precision=Precisions(),
+    )
+    ddp(inputs(rank), "a").float().sum().backward()  # b's bucket, the first one, is skipped
+    assert {parameter.dtype for parameter in ddp.parameters()} == {torch.float32}
+    with torch.no_grad():
+        ddp(inputs(rank), "a")
+    assert {tensor.dtype for tensor in ddp.state_dict().values()} == {torch.float32}
 
 
-def test_what_could_not_be_reduced_or_broadcast_is_refused_on_every_rank():
-    def work(rank):
-        ddp = DropIn(TwoHeads(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
-        with pytest.raises(ValueError, match="skip_all_reduce_unused_params does not go with join"):
-            ddp.join().__enter__()
-        module = linear()
-        delayed = {"delay_all_reduce_named_params": list(module.named_parameters())}
-        with pytest.raises(NotImplementedError, match="delay_all_reduce_named_params"):
-            DropIn(module, param_to_hook_all_reduce=module.weight, **delayed)
-        module.register_buffer("mask", torch.full((1, 3), float(rank)).expand(4, 3))
-        with pytest.raises(ValueError, match=r"shape \(4, 3\) is expanded.*clone\(\)"):
-            DropIn(module)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_what_could_not_be_reduced_or_broadcast_is_refused_on_every_rank(rank):
+    ddp = DropIn(TwoHeads(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    with pytest.raises(ValueError, match="skip_all_reduce_unused_params does not go with join"):
+        ddp.join().__enter__()
+    module = linear()
+    delayed = {"delay_all_reduce_named_params": list(module.named_parameters())}
+    with pytest.raises(NotImplementedError, match="delay_all_reduce_named_params"):
+        DropIn(module, param_to_hook_all_reduce=module.weight, **delayed)
+    module.register_buffer("mask", torch.full((1, 3), float(rank)).expand(4, 3))
+    with pytest.raises(ValueError, match=r"shape \(4, 3\) is expanded.*clone\(\)"):
+        DropIn(module)
 
 
-def test_a_rank_outside_of_the_group_is_told_so_and_its_gradients_stay():
-    def work(rank):
-        group = dist.new_group([0])
-        module = linear()
-        module(inputs(rank)).sum().backward()
-        before = gradients(module)
-        for call in (
-            lambda: average_gradients(module, group=group),
-            lambda: average_gradients(module, flat=True, group=group),
-            lambda: global_mean(module(inputs(rank)).sum(), 2, group),
-            lambda: SyncBatchNorm(3, process_group=group)(inputs(rank)),
-            lambda: Flat(module, group),
-            lambda: DropIn(copy.deepcopy(module), process_group=group),
-        ):
-            if rank == 0:
+@on_ranks(2)
+def test_a_rank_outside_of_the_group_is_told_so_and_its_gradients_stay(rank):
+    group = dist.new_group([0])
+    module = linear()
+    module(inputs(rank)).sum().backward()
+    before = gradients(module)
+    for call in (
+        lambda: average_gradients(module, group=group),
+        lambda: average_gradients(module, flat=True, group=group),
+        lambda: global_mean(module(inputs(rank)).sum(), 2, group),
+        lambda: SyncBatchNorm(3, process_group=group)(inputs(rank)),
+        lambda: Flat(module, group),
+        lambda: DropIn(copy.deepcopy(module), process_group=group),
+    ):
+        if rank == 0:
+            call()
+        else:
+            with pytest.raises(ValueError, match="not in the group: call on its members only"):
                 call()
-            else:
-                with pytest.raises(ValueError, match="not in the group: call on its members only"):
-                    call()
-        assert largest_difference(gradients(module), before) == 0
-
-    run_ranks(work, 2)
+    assert largest_difference(gradients(module), before) == 0
 
 
 def test_without_a_process_group_the_error_is_torchs():
@@ -243,50 +222,38 @@ class HiddenHeads(TwoHeads):
 @pytest.mark.parametrize(
     ("module", "strict"), [(TwoHeads, False), (TwoHeads, True), (HiddenHeads, False)]
 )
+@on_ranks(2)
 def test_a_rank_without_inputs_where_a_static_graph_is_learned_takes_part_in_the_next_epoch(
-    module, strict
+    rank, module, strict
 ):
-    def work(rank):
-        ddp = DropIn(module(), static_graph=True, strict=strict)
-        for steps in ((0, 3), (3, 3)):
-            with ddp.join():
-                for _ in range(steps[rank]):
-                    ddp.zero_grad()
-                    output = ddp(inputs(rank), "b")
-                    getattr(output, "output", output).sum().backward()
-        return [p.grad for p in ddp.parameters()]
-
-    full = TwoHeads()
-    for rank in range(2):
-        (full(inputs(rank), "b").sum() / 2).backward()
-    for found in run_ranks(work, 2):
-        for gradient, parameter in zip(found, full.parameters(), strict=True):
-            if parameter.grad is None:
-                assert gradient is None
-            else:
-                torch.testing.assert_close(gradient, parameter.grad)
+    ddp, full = DropIn(module(), static_graph=True, strict=strict), TwoHeads()
+    for steps in ((0, 3), (3, 3)):
+        with ddp.join():
+            for _ in range(steps[rank]):
+                ddp.zero_grad()
+                output = ddp(inputs(rank), "b")
+                getattr(output, "output", output).sum().backward()
+    for each in range(2):
+        (full(inputs(each), "b").sum() / 2).backward()
+    for ours, right in zip(ddp.parameters(), full.parameters(), strict=True):
+        assert (ours.grad is None) == (right.grad is None)
+        assert ours.grad is None or torch.allclose(ours.grad, right.grad)
 
 
 @pytest.mark.parametrize("initial_divisor", [True, False])
-def test_mixed_precision_divides_by_the_ranks_that_join_asks_for(initial_divisor):
-    def work(rank):
-        ddp = DropIn(TwoHeads(), find_unused_parameters=True, mixed_precision=Precisions())
-        gradients = []
-        with ddp.join(divide_by_initial_world_size=initial_divisor):
-            for _ in range(2 * (1 - rank)):
-                ddp.zero_grad()
-                ddp(inputs(0), "b").float().sum().backward()
-                gradients.append(ddp.module.b.weight.grad.clone())
-        return gradients
-
+@on_ranks(2)
+def test_mixed_precision_divides_by_the_ranks_that_join_asks_for(rank, initial_divisor):
     full = TwoHeads()
     full(inputs(0), "b").sum().backward()
     expected = full.b.weight.grad / (2 if initial_divisor else 1)
-    found, nothing = run_ranks(work, 2)
-    assert nothing == []
-    for gradient in found:
-        assert gradient.dtype == torch.float32
-        torch.testing.assert_close(gradient, expected, rtol=3e-2, atol=3e-2)
+    ddp = DropIn(TwoHeads(), find_unused_parameters=True, mixed_precision=Precisions())
+    with ddp.join(divide_by_initial_world_size=initial_divisor):
+        for _ in range(2 * (1 - rank)):
+            ddp.zero_grad()
+            ddp(inputs(0), "b").float().sum().backward()
+            gradient = ddp.module.b.weight.grad
+            assert gradient.dtype == torch.float32
+            torch.testing.assert_close(gradient, expected, rtol=3e-2, atol=3e-2)
 
 
 class Pair(NamedTuple):
@@ -322,54 +289,46 @@ class UnannouncedSparse(nn.Module):
         return self.head(nn.functional.embedding(words, self.table, sparse=True))
 
 
-def test_a_sparse_gradient_that_no_layer_announced_is_named_on_every_rank():
-    def work(rank):
-        said = "to have dense gradient of the parameter's dtype"
-        said += rf".*Not so on rank {rank}: table\. .*nn\.Embedding"
-        for views in (False, True):
-            ddp = DropIn(UnannouncedSparse(), gradient_as_bucket_view=views)
-            with pytest.raises(RuntimeError, match=rf"(?s){said}"):
-                ddp(torch.tensor([rank, 3])).sum().backward()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_sparse_gradient_that_no_layer_announced_is_named_on_every_rank(rank):
+    said = "to have dense gradient of the parameter's dtype"
+    said += rf".*Not so on rank {rank}: table\. .*nn\.Embedding"
+    for views in (False, True):
+        ddp = DropIn(UnannouncedSparse(), gradient_as_bucket_view=views)
+        with pytest.raises(RuntimeError, match=rf"(?s){said}"):
+            ddp(torch.tensor([rank, 3])).sum().backward()
 
 
-def test_under_join_each_rank_keeps_its_own_static_graph():
+@on_ranks(2)
+def test_under_join_each_rank_keeps_its_own_static_graph(rank):
     full = TwoHeads()
-    for rank in range(2):
-        (full(inputs(rank), "ab"[rank]).sum() / 2).backward()
+    for each in range(2):
+        (full(inputs(each), "ab"[each]).sum() / 2).backward()
     right = gradients(full)
-
-    def work(rank):
-        ddp = DropIn(TwoHeads(), static_graph=True)
-        with ddp.join():
-            for _ in range(3):
-                ddp.zero_grad()
-                ddp(inputs(rank), "ab"[rank]).sum().backward()
-        assert largest_difference(gradients(ddp.module), right) < 1e-6
-
-    run_ranks(work, 2)
+    ddp = DropIn(TwoHeads(), static_graph=True)
+    with ddp.join():
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(inputs(rank), "ab"[rank]).sum().backward()
+    assert largest_difference(gradients(ddp.module), right) < 1e-6
 
 
 @pytest.mark.parametrize("module", [TwoHeads, HiddenHeads])
-def test_strict_tells_a_joined_rank_too_that_a_gradient_is_missing(module):
+@on_ranks(2)
+def test_strict_tells_a_joined_rank_too_that_a_gradient_is_missing(rank, module):
     said = "Parameters which did not receive grad for rank 0: b.weight, b.bias"
+    ddp = DropIn(module(), strict=True)
 
-    def work(rank):
-        ddp = DropIn(module(), strict=True)
+    def steps():
+        for step in range(2 - rank):
+            ddp.zero_grad()
+            used = ("a", "b") if step == 0 else ("a",)
+            outputs = [ddp.module(inputs(rank), head) for head in used[1:]]
+            output = ddp(inputs(rank), "a")
+            sum(getattr(o, "output", o).sum() for o in [output, *outputs]).backward()
 
-        def steps():
-            for step in range(2 - rank):
-                ddp.zero_grad()
-                used = ("a", "b") if step == 0 else ("a",)
-                outputs = [ddp.module(inputs(rank), head) for head in used[1:]]
-                output = ddp(inputs(rank), "a")
-                sum(getattr(o, "output", o).sum() for o in [output, *outputs]).backward()
-
-        with pytest.raises(RuntimeError, match=said), ddp.join():
-            steps()
-
-    run_ranks(work, 2)
+    with pytest.raises(RuntimeError, match=said), ddp.join():
+        steps()
 
 
 def returns_work(state, bucket):
@@ -382,15 +341,13 @@ def returns_a_number(state, bucket):
     return done
 
 
-def test_a_comm_hook_that_returns_something_else_than_a_buffers_future_is_told_so():
-    def work(rank):
-        for hook, said in (
-            (returns_work, r"of a Work return its get_future\(\)"),
-            (returns_a_number, "the comm hook's result has 1 elements, but the bucket has 8"),
-        ):
-            ddp = DropIn(linear())
-            ddp.register_comm_hook(None, hook)
-            with pytest.raises(RuntimeError, match=said):
-                ddp(inputs(rank)).sum().backward()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_comm_hook_that_returns_something_else_than_a_buffers_future_is_told_so(rank):
+    for hook, said in (
+        (returns_work, r"of a Work return its get_future\(\)"),
+        (returns_a_number, "the comm hook's result has 1 elements, but the bucket has 8"),
+    ):
+        ddp = DropIn(linear())
+        ddp.register_comm_hook(None, hook)
+        with pytest.raises(RuntimeError, match=said):
+            ddp(inputs(rank)).sum().backward()

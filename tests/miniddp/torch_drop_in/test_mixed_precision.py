@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from labkit.launch.ranks import run_ranks
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from tests.on_ranks import on_ranks
 
 
 def precision(**dtypes: torch.dtype | None) -> SimpleNamespace:
@@ -24,56 +24,50 @@ def ones(value: float = 1.0) -> torch.Tensor:
     return torch.full((1, 1), float(value))
 
 
-def test_a_second_forward_before_the_backward_loses_no_gradient():
-    def work(rank):
-        ddp = DropIn(scalar(), mixed_precision=precision())
-        (ddp(ones(1 + rank)) + ddp(ones(3 + rank))).sum().backward()
-        assert ddp.module.weight.grad.item() == 5
+@on_ranks(2)
+def test_a_second_forward_before_the_backward_loses_no_gradient(rank):
+    ddp = DropIn(scalar(), mixed_precision=precision())
+    (ddp(ones(1 + rank)) + ddp(ones(3 + rank))).sum().backward()
+    assert ddp.module.weight.grad.item() == 5
+    ddp.zero_grad()
+    output = ddp(ones(1 + rank))
+    with torch.no_grad():
+        ddp(ones())
+    output.sum().backward()
+    assert ddp.module.weight.grad.item() == 1.5
+    assert ddp.module.weight.dtype == torch.float32
+
+
+@on_ranks(2)
+def test_forwards_after_one_under_no_sync_lose_no_gradient_either(rank):
+    # A norm saves its weight for the backward, which then needs it as narrow as the rest.
+    for module in (scalar(), nn.Sequential(scalar(), nn.LayerNorm(1, bias=False))):
+        ddp = DropIn(module, mixed_precision=precision())
+        weight, plain = next(ddp.parameters()), isinstance(module, nn.Linear)
+        with ddp.no_sync():
+            first = ddp(ones(1 + rank))
+        (first + ddp(ones(3 + rank))).sum().backward()
+        assert weight.grad.item() == 5 or not plain
         ddp.zero_grad()
-        output = ddp(ones(1 + rank))
-        with torch.no_grad():
-            ddp(ones())
-        output.sum().backward()
-        assert ddp.module.weight.grad.item() == 1.5
-        assert ddp.module.weight.dtype == torch.float32
-
-    run_ranks(work, 2)
-
-
-def test_forwards_after_one_under_no_sync_lose_no_gradient_either():
-    def work(rank):
-        # A norm saves its weight for the backward, which then needs it as narrow as the rest.
-        for module in (scalar(), nn.Sequential(scalar(), nn.LayerNorm(1, bias=False))):
-            ddp = DropIn(module, mixed_precision=precision())
-            weight, plain = next(ddp.parameters()), isinstance(module, nn.Linear)
-            with ddp.no_sync():
-                first = ddp(ones(1 + rank))
-            (first + ddp(ones(3 + rank))).sum().backward()
-            assert weight.grad.item() == 5 or not plain
-            ddp.zero_grad()
-            with ddp.no_sync():
-                alone = ddp(ones(1 + rank))
-                with torch.no_grad():
-                    ddp(ones())
-                alone.sum().backward()
-            with torch.inference_mode():
+        with ddp.no_sync():
+            alone = ddp(ones(1 + rank))
+            with torch.no_grad():
                 ddp(ones())
-            ddp(ones(2)).sum().backward()
-            assert weight.grad.item() == 3.5 or not plain
-            assert {t.dtype for p in ddp.parameters() for t in (p, p.grad)} == {torch.float32}
+            alone.sum().backward()
+        with torch.inference_mode():
+            ddp(ones())
+        ddp(ones(2)).sum().backward()
+        assert weight.grad.item() == 3.5 or not plain
+        assert {t.dtype for p in ddp.parameters() for t in (p, p.grad)} == {torch.float32}
 
-    run_ranks(work, 2)
 
-
-def test_data_that_are_assigned_between_two_steps_are_kept():
-    def work(rank):
-        for dtypes in (precision(), precision(param_dtype=None)):
-            ddp = DropIn(scalar(), mixed_precision=dtypes)
-            ddp(ones(rank)).sum().backward()
-            nn.utils.vector_to_parameters(torch.tensor([4.0]), ddp.parameters())
-            assert ddp(ones()).item() == 4
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_data_that_are_assigned_between_two_steps_are_kept(rank):
+    for dtypes in (precision(), precision(param_dtype=None)):
+        ddp = DropIn(scalar(), mixed_precision=dtypes)
+        ddp(ones(rank)).sum().backward()
+        nn.utils.vector_to_parameters(torch.tensor([4.0]), ddp.parameters())
+        assert ddp(ones()).item() == 4
 
 
 class Turn(nn.Module):
@@ -85,37 +79,31 @@ class Turn(nn.Module):
         return (self.turn * torch.complex(x.float(), 2 * x.float())).real.sum()
 
 
-def test_a_complex_gradient_keeps_its_imaginary_part():
-    def work(rank):
-        for reduced in (None, torch.bfloat16):
-            ddp = DropIn(Turn(), mixed_precision=precision(param_dtype=None, reduce_dtype=reduced))
-            ddp(torch.tensor([1.0 + rank])).backward()
-            # PyTorch's gradient of Re(z·c) is the conjugate of c: here of 1 + 2i and of 2 + 4i.
-            assert ddp.module.turn.grad.item() == 1.5 - 3j
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_complex_gradient_keeps_its_imaginary_part(rank):
+    for reduced in (None, torch.bfloat16):
+        ddp = DropIn(Turn(), mixed_precision=precision(param_dtype=None, reduce_dtype=reduced))
+        ddp(torch.tensor([1.0 + rank])).backward()
+        # PyTorch's gradient of Re(z·c) is the conjugate of c: here of 1 + 2i and of 2 + 4i.
+        assert ddp.module.turn.grad.item() == 1.5 - 3j
 
 
-def test_a_sparse_gradient_is_averaged_and_wide():
-    def work(rank):
-        torch.manual_seed(0)
-        ddp = DropIn(nn.Embedding(4, 2, sparse=True), mixed_precision=precision())
-        ddp(torch.tensor([rank, 3])).sum().backward()
-        gradient = ddp.module.weight.grad.to_dense()
-        assert gradient.dtype == torch.float32
-        assert gradient.tolist() == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [1.0, 1.0]]
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_sparse_gradient_is_averaged_and_wide(rank):
+    torch.manual_seed(0)
+    ddp = DropIn(nn.Embedding(4, 2, sparse=True), mixed_precision=precision())
+    ddp(torch.tensor([rank, 3])).sum().backward()
+    gradient = ddp.module.weight.grad.to_dense()
+    assert gradient.dtype == torch.float32
+    assert gradient.tolist() == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [1.0, 1.0]]
 
 
-def test_the_final_model_of_join_is_wide_after_a_forward_under_no_sync():
-    def work(rank):
-        ddp = DropIn(scalar(), mixed_precision=precision())
-        with ddp.join():
-            for step in range(1 + rank):
-                with ddp.no_sync() if step == 1 else torch.enable_grad():
-                    ddp(ones()).sum().backward()
-        assert ddp.module.weight.dtype == torch.float32
-        assert ddp.module.weight.item() == 1
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_the_final_model_of_join_is_wide_after_a_forward_under_no_sync(rank):
+    ddp = DropIn(scalar(), mixed_precision=precision())
+    with ddp.join():
+        for step in range(1 + rank):
+            with ddp.no_sync() if step == 1 else torch.enable_grad():
+                ddp(ones()).sum().backward()
+    assert ddp.module.weight.dtype == torch.float32
+    assert ddp.module.weight.item() == 1

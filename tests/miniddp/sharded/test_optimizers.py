@@ -1,4 +1,6 @@
-"""ZeRO-1 and ZeRO-2 against `MiniDDP`, torch's ZeroRedundancyOptimizer, and one process."""
+"""Optimizers on shards: ZeRO-1 and ZeRO-2 against `MiniDDP`, torch's ZeroRedundancyOptimizer, and
+one process; Muon against torch.optim.Muon in one process.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_models import MODELS, loss_of
 from torch import nn
 
 from labkit.launch.ranks import run_ranks
@@ -19,64 +20,21 @@ from miniddp.sharded import (
     full_optimizer_state_dict,
     load_full_optimizer_state_dict,
 )
+from miniddp.sharded.muon import newton_schulz
+from tests.ddp_models import MODELS, loss_of
+from tests.miniddp.beside_torch import beside_ddp, muon, zero
+from tests.on_ranks import on_ranks
 
-STEPS = 3
 NAMES = ["mlp", "tied weights", "frozen parameters", "branches", "mixed dtypes", "convolution"]
 NAMES += ["batch norm", "dense embedding", "transformer", "recurrent"]
 
 
-def groups(model: nn.Module) -> list[dict]:
-    """Two groups with options of their own."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
-
-
-def wrap(kind: str, module: nn.Module, unused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    if kind == "zero2":
-        model = Zero2(module, bucket_cap_mb=0.001, find_unused_parameters=unused)
-        return model, Zero2Optimizer(model, torch.optim.AdamW, groups(model), lr=0.01, eps=1e-3)
-    model = MiniDDP(module, find_unused_parameters=unused)
-    if kind == "zero1":
-        return model, ZeroRedundancyOptimizer(groups(model), torch.optim.AdamW, lr=0.01, eps=1e-3)
-    if kind == "torch":
-        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsZero
-
-        return model, TorchsZero(groups(model), torch.optim.AdamW, lr=0.01, eps=1e-3)
-    return model, torch.optim.AdamW(groups(model), lr=0.01, eps=1e-3)
-
-
-def train(kind: str, name: str, rank: int) -> list[torch.Tensor]:
-    build, draw = MODELS[name]
-    torch.manual_seed(7)
-    model, optimizer = wrap(kind, build(), name == "branches")
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for step in range(STEPS):
-        torch.manual_seed(1000 * rank + step)
-        for micro in range(2):
-            with model.no_sync() if micro == 0 else torch.enable_grad():
-                loss_of(model(draw(4))).backward()
-        optimizer.step()
-        schedule.step()
-        (model if step == 1 else optimizer).zero_grad()
-        assert all(p.grad is None for p in model.parameters())
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def compare(rank: int, world_size: int) -> None:
-    bound = 0.0 if world_size == 2 else 1e-4  # bfloat16: 8 bits
-    for name in NAMES:
-        wanted = train("ddp", name, rank)
-        for kind in ("zero1", "zero2", "torch"):
-            if kind == "torch" and name == "mixed dtypes":
-                continue
-            pairs = zip(train(kind, name, rank), wanted, strict=True)
-            assert max(float((a - b).abs().max()) for a, b in pairs) <= bound, f"{kind}, {name}"
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_training_equals_ddps(world_size):
-    run_ranks(compare, world_size, timeout=600)
+    bound = 0.0 if world_size == 2 else 1e-4  # bfloat16: 8 bits
+    for found in run_ranks(beside_ddp, world_size, NAMES, timeout=600, device="cpu"):
+        for kind, distances in found.items():
+            assert {name: d for name, d in distances.items() if d.largest > bound} == {}, kind
 
 
 def what_a_rank_holds(rank: int, world_size: int) -> tuple[int, int, float, list[torch.Tensor]]:
@@ -118,7 +76,7 @@ def one_step(kind: str, rank: int, saved: tuple | None) -> tuple[dict, dict]:
     build, draw = MODELS["frozen parameters"]
     torch.manual_seed(7)
     module = build()
-    model, optimizer = wrap(kind, module, unused=False)
+    model, optimizer = zero(kind, module)
     if saved is not None:
         module.load_state_dict(saved[0])
         load_full_optimizer_state_dict(module, optimizer, saved[1])
@@ -140,7 +98,7 @@ def test_what_three_ranks_save_two_ranks_resume_as_ddp_would(kind):
 
 
 def rows_of(rank: int) -> dict:
-    _, optimizer = wrap("zero1", MODELS["mlp"].build(), unused=False)
+    _, optimizer = zero("zero1", MODELS["mlp"].build())
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -151,7 +109,7 @@ def test_rows_are_loaded_on_as_many_ranks_only():
     saved = run_ranks(rows_of, 2)
 
     def work(rank: int, world_size: int) -> None:
-        _, optimizer = wrap("zero1", MODELS["mlp"].build(), unused=False)
+        _, optimizer = zero("zero1", MODELS["mlp"].build())
         if world_size == 2:
             optimizer.load_state_dict(saved[rank])
             return
@@ -182,12 +140,32 @@ def trained_in_two_stages(optimizer_of: Callable[..., Any], rank: int) -> list[t
     return [p.detach().clone() for p in module.parameters()]
 
 
-def test_parameters_that_are_unfrozen_or_added_later_are_updated():
-    def work(rank: int) -> None:
-        options = {"lr": 0.1, "momentum": 0.9}
-        sgd = partial(torch.optim.SGD, **options)
-        ours = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, **options)
-        both = (trained_in_two_stages(optimizer, rank) for optimizer in (ours, sgd))
-        assert all(map(torch.equal, *both))
+@on_ranks(2)
+def test_parameters_that_are_unfrozen_or_added_later_are_updated(rank: int) -> None:
+    options = {"lr": 0.1, "momentum": 0.9}
+    sgd = partial(torch.optim.SGD, **options)
+    ours = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, **options)
+    both = (trained_in_two_stages(optimizer, rank) for optimizer in (ours, sgd))
+    assert all(map(torch.equal, *both))
 
-    run_ranks(work, 2)
+
+# Muon --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_update_is_that_of_torchs_muon_in_one_process_unless_each_shard_is_alone(world_size):
+    for found in run_ranks(muon, world_size, ["gather", "owner", "shard"], device="cpu"):
+        _, cosine, sent = found.pop("shard")
+        assert cosine < 0.98
+        assert sent == 0
+        for ratio, cosine, sent in found.values():
+            assert abs(ratio - 1) < 2e-3  # newton_schulz rounds to bfloat16
+            assert cosine > 1 - 1e-5
+            assert sent > 0
+
+
+def test_newton_schulz_brings_singular_values_near_one():
+    for shape in ((12, 5), (5, 12)):
+        matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+        values = torch.linalg.svdvals(newton_schulz(matrix).float())
+        assert 0.3 < values.min() <= values.max() < 1.6

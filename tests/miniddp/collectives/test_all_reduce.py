@@ -1,13 +1,29 @@
-"""Tensors to all-reduce, of every dtype and many layouts, and how near the result has to be."""
+"""All-reduce from send and recv: the result, and the same bits everywhere.
+
+Cases are tensors of every dtype and many layouts.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from labkit.launch.ranks import run_ranks
+from miniddp.collectives import (
+    Nodes,
+    hierarchical_all_reduce,
+    naive_all_reduce,
+    recursive_doubling_all_reduce,
+    ring_all_reduce,
+)
+from tests.on_ranks import on_ranks
 
 ROUNDED = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 ROUNDED += [torch.complex64, torch.complex128]
@@ -20,7 +36,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "conjugated": lambda t: t.conj(),
     "not from the start of its storage": lambda t: torch.cat([t[:1], t])[1:],
 }
-AllReduce = Callable[[Tensor, Any], None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ def cases() -> st.SearchStrategy[Case]:
 
 
 def reduce_all(
-    rank: int, todo: Sequence[Case], all_reduce: AllReduce
+    rank: int, todo: Sequence[Case], all_reduce: Callable[..., None]
 ) -> list[tuple[Tensor, Tensor]]:
     """On a rank, for each case: our result, and torch's on a contiguous copy."""
     results = []
@@ -114,3 +129,84 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else torch.int64
+
+
+ALGORITHMS: dict[str, Callable[..., None]] = {
+    "naive": naive_all_reduce,
+    "ring": ring_all_reduce,
+    "recursive doubling": recursive_doubling_all_reduce,
+}
+# Nodes and ranks on each.
+SHAPES = [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (2, 4)]
+
+
+def by_each(rank: int, todo: list[Case]) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    return {name: reduce_all(rank, todo, all_reduce) for name, all_reduce in ALGORITHMS.items()}
+
+
+def on_nodes(rank: int, ranks_per_node: int, todo: list[Case]) -> list[tuple[Tensor, Tensor]]:
+    nodes = Nodes.groups(ranks_per_node)
+    return reduce_all(rank, todo, partial(hierarchical_all_reduce, nodes=nodes))
+
+
+# No shrinking: a failing case is one line of the message already, and each try starts ranks.
+# The first example that Hypothesis tries is its simplest, the second is drawn at random.
+TWICE = settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@TWICE
+@given(todo=st.lists(cases(), min_size=30, max_size=60))
+def test_the_result_is_that_of_dist_all_reduce_and_has_the_same_bits_on_every_rank(
+    world_size: int, todo: list[Case]
+) -> None:
+    of_rank = run_ranks(by_each, world_size, todo)
+    for name in ALGORITHMS:
+        check(todo, [found[name] for found in of_rank])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} x {shape[1]}")
+@TWICE
+@given(todo=st.lists(cases(), min_size=40, max_size=80))
+def test_so_it_is_inside_nodes_and_across_them(shape: tuple[int, int], todo: list[Case]) -> None:
+    check(todo, run_ranks(on_nodes, shape[0] * shape[1], shape[1], todo))
+
+
+@on_ranks(5)
+def test_only_the_ranks_of_the_group_take_part(rank: int) -> None:
+    groups = [dist.new_group([3, 1]), dist.new_group([0, 2, 4])]
+    wanted = torch.tensor([10101.0, -6.0] if rank % 2 == 0 else [1010.0, -4.0])
+    for all_reduce in ALGORITHMS.values():
+        tensor = torch.tensor([10.0**rank, -rank])
+        all_reduce(tensor, group=groups[rank % 2 == 0])
+        assert torch.equal(tensor, wanted)
+        with pytest.raises(ValueError, match=f"rank {rank} is not in the group"):
+            all_reduce(tensor, group=groups[rank % 2 == 1])
+
+
+@on_ranks(4)
+def test_an_average_of_float16_does_not_overflow_though_the_sum_would(rank: int) -> None:
+    for all_reduce in ALGORITHMS.values():
+        gradient = torch.tensor([40_000.0 + 32 * rank], dtype=torch.float16)
+        all_reduce(gradient, dist.ReduceOp.AVG)
+        assert abs(gradient.item() - 40_048) <= 64
+
+
+@on_ranks(2)
+def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(rank: int) -> None:
+    ints, sparse = torch.ones(2, dtype=torch.int64) + rank, torch.eye(2).to_sparse()
+    for all_reduce in ALGORITHMS.values():
+        with pytest.raises(ValueError, match=r"op is RedOpType\.MAX: use ReduceOp\.SUM or"):
+            all_reduce(torch.ones(2), dist.ReduceOp.MAX)
+        with pytest.raises(TypeError, match=r"an average of torch\.int64 needs fractions"):
+            all_reduce(ints, dist.ReduceOp.AVG)
+        with pytest.raises(TypeError, match=r"the tensor's layout is torch\.sparse_coo"):
+            all_reduce(sparse, dist.ReduceOp.SUM)
+
+
+@on_ranks(3)
+def test_a_world_that_is_not_made_of_whole_nodes_is_refused_on_every_rank():
+    for ranks_per_node in (0, 2, 4):
+        said = f"3 ranks do not divide evenly into nodes of {ranks_per_node}"
+        with pytest.raises(ValueError, match=said):
+            Nodes.groups(ranks_per_node)

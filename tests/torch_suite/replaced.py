@@ -1,31 +1,113 @@
-"""Device placement replaced: what a test puts on any GPU is put on a target; NCCL becomes gloo.
+"""What is replaced around the tests: the class, and the devices that tensors are placed on.
 
-The target is the CPU, or one GPU that all ranks share. A test says where its tensors go in four
-ways, and each is rewritten while it runs: a device argument of a torch function (`OnTarget`), the
-current device of `torch.cuda` (`pretend_devices`), the ``device_ids`` of the wrapper
-(`replace_device_ids`), and the backend of the process group. The gates that would skip the test on
-a machine with too few GPUs are opened (`open_gates`). On the CPU `torch.cuda.is_available()` stays
-False, and the library goes its CPU ways.
+Every binding of torch's `DistributedDataParallel` becomes another class (`swap`). What a test puts
+on any GPU is put on a target, and NCCL becomes gloo. The target is the CPU, or one GPU that all
+ranks share. A test says where its tensors go in four ways, and each is rewritten while it runs: a
+device argument of a torch function (`OnTarget`), the current device of `torch.cuda`
+(`pretend_devices`), the ``device_ids`` of the wrapper (`replace_device_ids`), and the backend of
+the process group. The gates that would skip the test on a machine with too few GPUs are opened
+(`open_gates`). On the CPU `torch.cuda.is_available()` stays False, and the library goes its CPU
+ways.
 """
 
 import contextlib
 import functools
+import importlib
 import inspect
+import os
+import sys
 import threading
 import types
 import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel.distributed import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 
 from miniddp.sync_batch_norm import SyncBatchNorm
+
+# 1. The class ------------------------------------------------------------------------------------
+
+CLASSES = {
+    "torch": "torch.nn.parallel.distributed:DistributedDataParallel",
+    "miniddp": "miniddp.torch_drop_in:DistributedDataParallel",
+}
+
+_NEIGHBOURS = (
+    "torch.distributed.algorithms.join",
+    "torch.distributed.algorithms.model_averaging.averagers",
+    "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook",
+    "torch.distributed.algorithms._optimizer_overlap.optimizer_overlap",
+    "torch.distributed.optim",
+    "torch.distributed._composable.replicate",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor.parallel.ddp",
+    "torch._dynamo",
+)
+"""Modules of torch that name the class; imported first, so that their names are swapped as well."""
+
+
+def load(name: str) -> type:
+    """The class of that name in `CLASSES`, or of a ``module:attribute`` path."""
+    module, _, attribute = CLASSES.get(name, name).partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def swap(cls: type) -> None:
+    """Bind every name that stands for torch's class, in every module imported so far, to `cls`.
+
+    A module that is imported later takes the class from one of these.
+    """
+    if cls is DistributedDataParallel:
+        return
+    for neighbour in _NEIGHBOURS:
+        importlib.import_module(neighbour)
+    own = sys.modules[cls.__module__].__name__.partition(".")[0]
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__name__", "")
+        if name == __name__ or name.partition(".")[0] == own:
+            continue
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            if value is DistributedDataParallel:
+                setattr(module, attribute, cls)
+    if torch.nn.parallel.DistributedDataParallel is not cls:
+        raise RuntimeError(f"torch.nn.parallel.DistributedDataParallel could not be set to {cls}")
+
+
+class Constructions:
+    """Counts how often the class is constructed in the processes of one test.
+
+    A test that passes without constructing it says nothing about the class. The count is the length
+    of a file, because the constructions happen in the ranks' processes.
+    """
+
+    path: str | None = None
+
+    @classmethod
+    def watch(cls, watched: type) -> None:
+        construct = watched.__init__
+
+        @functools.wraps(construct)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            if cls.path is not None:
+                with open(cls.path, "ab", buffering=0) as file:
+                    file.write(b".")
+            construct(self, *args, **kwargs)
+
+        watched.__init__ = __init__
+
+    @classmethod
+    def count(cls) -> int:
+        return os.path.getsize(cls.path) if cls.path and os.path.exists(cls.path) else 0
+
+
+# 2. The devices ----------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
 
@@ -150,20 +232,14 @@ class _SyncBatchNorm(SyncBatchNorm):
         return SyncBatchNorm(*args, **kwargs)
 
 
-class _Stream:
-    def wait_stream(self, stream: Any) -> None:
-        """The other stream is this one."""
+class _Done:
+    """A stream, or an event, of a CPU: what was enqueued has run."""
 
-
-class _Event:
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Nothing is to be recorded."""
+        """There is one stream, and nothing to record."""
 
-    def record(self, stream: Any = None) -> None:
-        """What was enqueued has run."""
-
-    def wait(self, stream: Any = None) -> None:
-        """What was enqueued has run."""
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
 def smaller_models(test: Callable) -> None:
@@ -259,8 +335,8 @@ def _pretend_cuda() -> None:
     # Torch's SyncBatchNorm has no kernels for the CPU. Ours stands in, whatever class is tested.
     torch.nn.SyncBatchNorm = _SyncBatchNorm
     # What waits for a stream on a GPU need not on a CPU.
-    torch.Event = _Event
-    torch.accelerator.current_stream = lambda device=None: _Stream()
+    torch.Event = _Done
+    torch.accelerator.current_stream = lambda device=None: _Done()
     torch.cuda.amp.autocast = functools.partial(torch.autocast, "cpu")
     torch.cuda.amp.GradScaler = functools.partial(torch.amp.GradScaler, "cpu")
 
@@ -276,14 +352,3 @@ def _share_the_gpu() -> None:
     ):
         function = getattr(module, name)
         setattr(module, name, lambda device=None, function=function: function())
-
-
-@contextlib.contextmanager
-def nccl_announced() -> Iterator[None]:
-    """Inside, torch says that it has NCCL and CUDA: a file may end itself at import without."""
-    gpu = torch.device("cuda")
-    with (
-        mock.patch.object(dist, "is_nccl_available", return_value=True),
-        mock.patch.object(torch.accelerator, "current_accelerator", return_value=gpu),
-    ):
-        yield

@@ -163,6 +163,15 @@ def test_everything_that_the_requirements_need_in_turn_is_pinned(system):
     assert missing == set()
 
 
+def test_what_is_installed_without_dependencies_is_what_is_pinned_and_has_hashes():
+    entry = r"^(\S+)==(\S+).*\\\n(?: +--hash=sha256:\w{64}(?: \\)?\n)+"
+    locked = re.findall(entry, LOCKED, re.MULTILINE)
+    assert len(locked) == len(re.findall(r"^\w", LOCKED, re.MULTILINE))
+    pins = re.findall(r"^(\S+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    without_torch = {(canonicalize_name(n), v) for n, v in pins if n != "torch"}
+    assert set(locked) == without_torch
+
+
 @pytest.mark.parametrize("python", ["3.11.0", "3.11.2", "3.12.0", "3.13.0", "3.14.0", "3.14.2"])
 def test_every_pinned_package_takes_this_python(python):
     names = re.findall(r"^(\w[^= ]*)==(?!.*darwin)", LOCKED, re.M)

@@ -133,3 +133,11 @@ def test_a_pass_of_one_process_gets_the_samples_of_one_pass_of_a_rank_as_they_ar
     assert twice is not None
     assert twice.tolist() == [10.0] * 4
     assert handed.items(TWICE, (place, 4)) is None, "no rank made a fifth pass"
+
+
+def test_copies_are_rank_0s_rows_also_where_one_process_has_as_many_as_all_ranks() -> None:
+    key = (Place("train.py", 3, function="__getitem__"), 0)
+    of = [Record(samples={key: torch.arange(2.0) + 10 * rank}) for rank in range(2)]
+    copies = Dealer(Part("", "one"), 0, of).rows(COPIES, key, length=4)
+    assert copies is not None
+    assert copies.tolist() == [0, 1]

@@ -45,8 +45,8 @@ in a tenth of a second.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp_doctor.certificate.apart import certify
     from ddp_doctor.certificate.marks import batch
+    from ddp_doctor.certificate.program import certify
     from ddp_doctor.run.start import watch
 
 __all__ = ["batch", "certify", "watch"]
@@ -55,7 +55,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "batch": "certificate.marks",
-    "certify": "certificate.apart",
+    "certify": "certificate.program",
     "watch": "run.start",
 }
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_doctor.certificate.apart import certify_apart
+from ddp_doctor.certificate.program import certify_apart
 
 if TYPE_CHECKING:
     from ddp_doctor.functions.verdict import Constant

@@ -146,7 +146,7 @@ def judge(key: Key, folder: Path, failures: dict[Key, str]) -> Cell:
 
 def named(ratio: float, case: Any) -> str:
     """The factor by name, in terms of ranks, micro-batches, and counts; or the number."""
-    from ddp_doctor.certificate.measure import called
+    from ddp_doctor.certificate.measure import factor_name
 
     counts = (name for name, value in case.factors().items() if abs(ratio / value - 1) < 5e-3)
-    return called(ratio, case.world) or next(counts, f"{ratio:.3f}")
+    return factor_name(ratio, case.world) or next(counts, f"{ratio:.3f}")

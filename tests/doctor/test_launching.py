@@ -16,7 +16,7 @@ import pytest
 from nbclient import NotebookClient
 from torch.distributed import TCPStore
 
-from ddp_doctor.certificate.starts import all_launched
+from ddp_doctor.certificate.starts import launch
 from ddp_doctor.other_ways import other_ways
 from ddp_doctor.run.script import problem_with
 from labkit.launch.kernels import AsyncKernelThroughFiles
@@ -115,7 +115,7 @@ def _text(cell: Any) -> str:
 
 
 def test_the_port_of_a_launch_goes_to_nobody_else_and_torchs_store_can_listen_on_it() -> None:
-    port = int(all_launched(2)[1]["MASTER_PORT"])
+    port = int(launch(2)[1]["MASTER_PORT"])
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port))
     store = TCPStore("127.0.0.1", port, 1, is_master=True)

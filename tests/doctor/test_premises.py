@@ -5,21 +5,22 @@ from dataclasses import dataclass
 import torch
 from doctor.noted import pairs_of, rows_of
 
+from ddp_doctor.certificate.files import Place
 from ddp_doctor.certificate.plan import COPIES, DEAL, OWN, TWICE, Part
-from ddp_doctor.certificate.premises import Premises, parted, same_rows
-from ddp_doctor.certificate.samples import Handed, Recorded
-from ddp_doctor.certificate.state import filled
+from ddp_doctor.certificate.premises import Premises, doubt_between, same_rows
+from ddp_doctor.certificate.samples import Dealer, Record
+from ddp_doctor.certificate.state import fill
 
 
 def why_parted(ours: list, theirs: list) -> str:
-    doubt = parted(ours, theirs)
+    doubt = doubt_between(ours, theirs)
     return "" if doubt is None else doubt.why
 
 
 def test_the_doctors_own_tensors_are_on_the_cpu_whatever_device_the_script_has_chosen() -> None:
     with torch.device("meta"):
         weight = torch.nn.Parameter(torch.zeros(4, device="cpu"))
-        assert filled(weight, "0.0")
+        assert fill(weight, "0.0")
         rows = torch.eye(3, device="cpu")
         assert same_rows([rows], [rows.flip(0)])
     assert weight.std() > 0
@@ -36,8 +37,8 @@ def test_the_rows_of_a_batch_in_a_class_of_ones_own_are_compared() -> None:
     seen = []
     for rows in (torch.ones(2, 3), torch.zeros(2, 3)):
         premises = Premises()
-        premises.model("0.0", ((Nested(rows),), {}), weights=1.0)
-        seen.append(premises.seen)
+        premises.note_model("0.0", ((Nested(rows),), {}), weights=1.0)
+        seen.append(premises.notes)
     assert why_parted(seen[0], seen[0]) == ""
     assert "does not get the samples" in why_parted(*seen)
 
@@ -102,30 +103,41 @@ def test_the_rows_of_a_models_two_inputs_stay_together() -> None:
 
 
 def test_a_deal_of_a_round_keeps_the_samples_of_each_turn_together() -> None:
-    place = ("train.py", 3, 0, False, "randn")
+    place = Place("train.py", 3, function="randn")
     turns = {(place, turn): torch.arange(4.0) + 100 * turn for turn in range(2)}
-    of = [Recorded(samples={key: one + 10 * rank for key, one in turns.items()}) for rank in (0, 1)]
-    dealt = Handed(Part("", "ranks", turns=3), 0, of).rows(DEAL, (place, 1))
+    of = [Record(samples={key: one + 10 * rank for key, one in turns.items()}) for rank in (0, 1)]
+    dealt = Dealer(Part("", "ranks", turns=3), 0, of).rows(DEAL, (place, 1), 4)
     assert dealt is not None
     assert bool((dealt >= 100).all())
 
 
 def test_a_reduced_number_is_kept_as_it_was_and_a_loss_of_no_rows_is_none() -> None:
     premises, count = Premises(), torch.tensor([4.0], dtype=torch.float64)
-    premises.reduced(count)
+    premises.note_reduction(count)
     count /= 2
-    premises.loss("mse_loss", (torch.zeros(0, 4, requires_grad=True), torch.zeros(0, 4)), {})
-    assert premises.seen[0]["values"].tolist() == [4.0]
+    premises.note_loss("mse_loss", (torch.zeros(0, 4, requires_grad=True), torch.zeros(0, 4)), {})
+    assert premises.notes[0]["values"].tolist() == [4.0]
 
 
 def test_a_pass_of_one_process_gets_the_samples_of_one_pass_of_a_rank_as_they_are() -> None:
-    place = ("train.py", 3, 0, False, "randn")
+    place = Place("train.py", 3, function="randn")
     of = [
-        Recorded(samples={(place, turn): torch.full((2,), 10.0 * rank + turn) for turn in range(2)})
+        Record(samples={(place, turn): torch.full((2,), 10.0 * rank + turn) for turn in range(2)})
         for rank in range(2)
     ]
-    handed = Handed(Part("", "one", spread=True), 0, of)
-    got = [float(handed.rows(OWN, (place, turn))[0]) for turn in range(4)]
+    handed = Dealer(Part("", "one", all_passes=True), 0, of)
+    got = [float(handed.rows(OWN, (place, turn), 2)[0]) for turn in range(4)]
     assert got == [0, 1, 10, 11]
-    assert [float(handed.rows(COPIES, (place, turn))[0]) for turn in range(4)] == [0, 1, 0, 1]
+    assert [float(handed.rows(COPIES, (place, turn), 2)[0]) for turn in range(4)] == [0, 1, 0, 1]
+    twice = handed.rows(TWICE, (place, 2), 2)
+    assert twice is not None
+    assert twice.tolist() == [10.0] * 4
     assert handed.items(TWICE, (place, 4)) is None, "no rank made a fifth pass"
+
+
+def test_copies_are_rank_0s_rows_also_where_one_process_has_as_many_as_all_ranks() -> None:
+    key = (Place("train.py", 3, function="__getitem__"), 0)
+    of = [Record(samples={key: torch.arange(2.0) + 10 * rank}) for rank in range(2)]
+    copies = Dealer(Part("", "one"), 0, of).rows(COPIES, key, length=4)
+    assert copies is not None
+    assert copies.tolist() == [0, 1]

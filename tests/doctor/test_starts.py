@@ -9,22 +9,23 @@ import pytest
 import torch
 
 from ddp_doctor.certificate import starts
-from ddp_doctor.certificate.fixed import Fixed
+from ddp_doctor.certificate.fixed import Replacements
 from ddp_doctor.certificate.plan import WORLD, Part
 from ddp_doctor.certificate.program import keep_output
-from ddp_doctor.certificate.starts import Start, said
+from ddp_doctor.certificate.record import StepNotes
+from ddp_doctor.certificate.starts import Start, error_in
 from labkit.launch.ranks import run_ranks
 
 
 def what_is_fixed(rank: int) -> tuple[bool, float]:
     """Whether SyncBatchNorm uses its running statistics; the largest gradient, as clipping says."""
-    fixed = Fixed()
+    fixed = Replacements(StepNotes())
     inputs = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(rank))
     normal = torch.nn.SyncBatchNorm(3)(inputs)
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.tensor([3.0, 4.0])
     norm = torch.nn.utils.clip_grad_norm_([weight], 1.0, float("inf"))
-    as_running = torch.allclose(normal, inputs, atol=1e-4) and not fixed.batch_norm
+    as_running = torch.allclose(normal, inputs, atol=1e-4) and not fixed.notes.batch_norm
     return as_running, float(norm)
 
 
@@ -87,7 +88,7 @@ def test_a_long_start_says_what_it_waits_for(
 )
 def test_the_last_error_is_found_with_the_line_of_the_script(line: str, text: str) -> None:
     trace = f'Traceback (most recent call last):\n  File "/home/me/train.py", line 3\n{line}\nsee x'
-    assert said(trace) == text
+    assert error_in(trace) == text
 
 
 def test_what_the_ranks_printed_is_kept_though_one_process_was_never_started(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from doctor.noted import pairs_of, rows_of
 
+from ddp_doctor.certificate.evidence import lacks_samples
 from ddp_doctor.certificate.measure import HALF, compare, shares
 from ddp_doctor.certificate.plan import (
     AGAIN,
@@ -21,11 +22,11 @@ from ddp_doctor.certificate.plan import (
     Part,
 )
 from ddp_doctor.certificate.record import Step, sums_of
-from ddp_doctor.certificate.verdict import has_nothing_of, judge
+from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.facts.certificate import Certificate
 
 SEEN = [
-    {"what": "weights", "key": "0.0", "place": "train.py:9", "weights": 1.0},
+    {"kind": "weights", "key": "0.0", "place": "train.py:9", "weights": 1.0},
     rows_of(torch.ones(2, 3)),
 ]
 
@@ -38,8 +39,13 @@ def step_of(part: Part, rank: int, turn: int, kind: str, facts: dict[str, Any]) 
     """Write a step like any other, but for these facts."""
     gradients = facts.pop("gradients", {"0.0": torch.ones(4)})
     given: dict[str, Any] = {"optimizer": 0, "world": 2, "names": {"0.0": "weight"}}
-    given |= {"backwards": 1, "weights": {"0.0": torch.ones(4)}, "rates": [0.1], "cleared": True}
-    given |= {"seen": SEEN, "sums": {key: sums_of(g) for key, g in gradients.items()}}
+    given |= {
+        "backwards": 1,
+        "weights": {"0.0": torch.ones(4)},
+        "rates": [0.1],
+        "clears_gradients": True,
+    }
+    given |= {"premises": SEEN, "sums": {key: sums_of(g) for key, g in gradients.items()}}
     step = Step(**{**given, "rank": rank, "turn": turn, "kind": kind.replace("_", " ")} | facts)
     step.write(part, gradients if rank == 0 else None)
 
@@ -63,19 +69,21 @@ def gradient(*values: float) -> dict[str, Any]:
 
 
 def logged(*values: float) -> dict[str, Any]:
-    fact = {"what": "numbers", "key": "", "place": "train.py:3"}
-    return {"seen": [*SEEN, *(fact | {"values": torch.tensor([one]).double()} for one in values)]}
+    fact = {"kind": "numbers", "key": "", "place": "train.py:3"}
+    numbers = (torch.tensor([value]).double() for value in values)
+    return {"premises": [*SEEN, *(fact | {"values": number} for number in numbers)]}
 
 
 ONES, RAMP, TURNED = gradient(1, 1, 1, 1), gradient(0, 1, 2, 3), gradient(1, 2, 1, 1)
-ELSEWHERE = RAMP | {"seen": [SEEN[0], rows_of(torch.zeros(2, 3))]}  # a deal of other samples
+ELSEWHERE = RAMP | {"premises": [SEEN[0], rows_of(torch.zeros(2, 3))]}  # a deal of other samples
+SECOND = {"gradients": {"1.0": torch.ones(4)}}
 SAME, NEXT, LIKE_ONE = [{}, {}], f"{LATER}_9", {"one": ONES}
 UNJOINED = "train.py:30 cannot be joined"
 NAMES = {"names": {"0.0": "weight", "0.1": "unused"}}
 
 
 def with_rows(*rows: float) -> dict[str, Any]:
-    return {"seen": [SEEN[0], rows_of(torch.tensor(rows).float()[:, None])]}
+    return {"premises": [SEEN[0], rows_of(torch.tensor(rows).float()[:, None])]}
 
 
 def in_a_sequence(*values: float) -> dict[str, list[dict[str, Any]]]:
@@ -90,21 +98,23 @@ def unequal(**again: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def untrained(second: float) -> dict[str, list[dict[str, Any]]]:
-    ours, theirs, own = ({"untrained": {"book": torch.ones(4) * n}} for n in (1.0, 2.0, second))
+    ours, theirs, own = (
+        {"untrained_weights": {"book": torch.ones(4) * n}} for n in (1.0, 2.0, second)
+    )
     return {OWN: [ours, own], COPIES: [ours, theirs]}
 
 
 def of_a_constant(constant: float, columns: int = 1) -> dict[str, list[dict[str, Any]]]:
     """A sum over two samples of each rank, divided by a constant."""
     loss = pairs_of(torch.ones(2), torch.ones(2)) | {"targets": 2 * columns}
-    own = {"seen": [*SEEN, loss], "scales": {("train.py:4", 0): constant}}
-    one = gradient(2, 2, 2, 2) | {"seen": [*SEEN, loss, loss]}
+    own = {"premises": [*SEEN, loss], "scales": {("train.py:4", 0): constant}}
+    one = gradient(2, 2, 2, 2) | {"premises": [*SEEN, loss, loss]}
     return {OWN: [own | {"one": one}, own], TWICE: [gradient(4, 4, 4, 4)] * 2}
 
 
 def one_count() -> dict[str, list[dict[str, Any]]]:
     def seen(count: float, *rows: float) -> dict[str, Any]:
-        return {"seen": [*with_rows(*rows)["seen"], logged(count)["seen"][-1]]}
+        return {"premises": [*with_rows(*rows)["premises"], logged(count)["premises"][-1]]}
 
     twice = gradient(2, 2, 2, 2)
     return {
@@ -130,12 +140,12 @@ JUDGED = {
         "At optimizer step 1 (counted from 0), the ranks' learning rates differ: 0.1001 and 0.1",
     ),
     "a step that is not the same once more": (
-        unequal(unlike=True),
+        unequal(is_elsewhere=True),
         "not judged",
         "the same samples give",
     ),
     "a further step of other samples": (
-        unequal(seen=ELSEWHERE["seen"]),
+        unequal(premises=ELSEWHERE["premises"]),
         "different",
         "",
     ),
@@ -148,6 +158,11 @@ JUDGED = {
         one_count(),
         "not judged",
         "the ranks reduced to 16, and one process to 8",
+    ),
+    "gradients of an optimizer that was made second": (
+        {OWN: [SECOND | {"one": {"gradients": {"1.0": torch.arange(4.0)}}}, SECOND]},
+        "different",
+        "another gradient",
     ),
     "a deal that matters to the ranks": (
         {OWN: SAME, DEAL: [TURNED | LIKE_ONE, TURNED]},
@@ -174,7 +189,7 @@ JUDGED = {
     ),
     "a deal of samples that one process could not join": (
         {
-            OWN: [{"one": gradient(3, 4, 5, 6) | {"unjoined": ["train.py:30"]}}, {}],
+            OWN: [{"one": gradient(3, 4, 5, 6) | {"join_failures": ["train.py:30"]}}, {}],
             DEAL: [gradient(2, 3, 4, 5) | {"one": gradient(3, 4, 5, 6)}, gradient(2, 3, 4, 5)],
         },
         "not judged",
@@ -203,7 +218,7 @@ JUDGED = {
     ),
     "untrained parameters that always differ": (untrained(2.0), "equal", ""),
     "what is not sharded in a sharded model": (
-        {OWN: [{"sharded": True} | ONES, {"sharded": True} | gradient(2, 2, 2, 2)]},
+        {OWN: [{"has_shards": True} | ONES, {"has_shards": True} | gradient(2, 2, 2, 2)]},
         "different",
         "rank 1's is not rank 0's",
     ),
@@ -214,17 +229,17 @@ JUDGED = {
     ),
     "parameters without a gradient": ({OWN: [NAMES] * 2}, "equal", "1 of 2 parameters had no"),
     "gradients that are never cleared": (
-        {OWN: [{"cleared": False}] * 2},
+        {OWN: [{"clears_gradients": False}] * 2},
         "equal",
         "never called zero_grad()",
     ),
     "other rows, though the gradients agree": (
-        {OWN: [{"one": {"seen": [SEEN[0], rows_of(torch.zeros(2, 3))]}}, {}]},
+        {OWN: [{"one": {"premises": [SEEN[0], rows_of(torch.zeros(2, 3))]}}, {}]},
         "not judged",
         "does not get the samples",
     ),
     "samples that could not be joined, though the gradients agree": (
-        {OWN: [{"one": {"unjoined": ["train.py:30"]}}, {}]},
+        {OWN: [{"one": {"join_failures": ["train.py:30"]}}, {}]},
         "equal",
         "if it had the same samples, which is not shown: What the ranks use at train.py:30",
     ),
@@ -307,8 +322,8 @@ def test_ranks_whose_weights_stay_equal_combine_their_gradients_after_the_optimi
 @pytest.mark.parametrize(
     ("facts", "mixed_up"),
     [
-        (RAMP | {"seen": [SEEN[0], rows_of(torch.zeros(2, 3))]}, True),
-        (RAMP | {"seen": [SEEN[0] | {"weights": 2.0}, SEEN[1]]}, False),
+        (RAMP | {"premises": [SEEN[0], rows_of(torch.zeros(2, 3))]}, True),
+        (RAMP | {"premises": [SEEN[0] | {"weights": 2.0}, SEEN[1]]}, False),
         (gradient(*range(8)), True),  # what the ranks drew as a weight
     ],
     ids=["other rows", "other weights", "a weight of all ranks' rows"],
@@ -318,7 +333,7 @@ def test_one_process_is_started_again_if_it_had_other_rows_than_the_ranks_with_t
 ) -> None:
     own = {"one": facts}
     assert written(tmp_path, **{OWN: [own, {}]}).verdict == "not judged"
-    assert has_nothing_of(parts(tmp_path)[1], "") == mixed_up
+    assert lacks_samples(parts(tmp_path)[1], "") == mixed_up
 
 
 def test_an_optimizer_whose_step_calls_collectives_is_not_said_to_apply_different_gradients(

@@ -22,8 +22,7 @@ verdict's sentence; what was shown to be otherwise makes it NOT JUDGED.
 
 ================  =================================================================================
 `plan`            which samples each step of each run gets
-`program`         starts the runs
-`apart`           the same in a process of its own: `certify`
+`program`         starts the runs, also in a process of its own: `certify`
 `starts`          one start: its processes and their environments
 `forks`           the same processes as forks of one that has loaded torch
 `child`           what a process of such a run does first
@@ -34,14 +33,15 @@ verdict's sentence; what was shown to be otherwise makes it NOT JUDGED.
 `state`           weights, buffers, and numbers are put back after a step
 `calls`           what the script calls in torch: passes, reductions, Join
 `errors`          an error of the doctor's own ends the process
-`record`          what is written of a step, and read by the verdict
+`record`          what is written of a step, and read by the verdict: runs of rounds of steps
 `premises`        what model and losses got, so that two runs are known to have the same samples
-`samples`         what was seen, and who gets what
+`samples`         the samples of each rank's first step, and the dealer that says who gets which
 `loaders`         samples of data loaders
 `marks`           samples that come from no loader, marked by the script: `batch`
 `tensors`         samples that come from no loader, and that nothing marks
 `measure`         two gradients side by side
-`evidence`        the steps of both parts side by side, and what speaks against comparing them
-`verdict`         three properties, and what follows from them
+`evidence`        the steps of both runs side by side, and what speaks against comparing them
+`properties`      the table of properties: each measured, or why it is not judged
+`verdict`         the ordered list of verdicts on that table: the first that fits
 ================  =================================================================================
 """

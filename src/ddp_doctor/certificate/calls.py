@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,113 +12,98 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ddp_doctor.certificate.record import Noted
-from ddp_doctor.certificate.samples import Recorded
 from ddp_doctor.facts.types import CALLS
 
-Note = Callable[..., None]
+if TYPE_CHECKING:
+    from ddp_doctor.certificate.steps import Steps
+
+Hook = Callable[..., None]
 
 
-class Notes(Protocol):
-    """What is told of each call: `steps.Steps` implements it."""
+def hook_call(owner: Any, name: str, before: Hook | None = None, after: Hook | None = None) -> None:
+    """Replace a function by one that calls it, with a hook before it, or after it."""
+    function = getattr(owner, name)
 
-    noted: Noted
-    recorded: Recorded
-    optimizers: list[Optimizer]
-    taken: dict[int, int]
-    before_join: dict[int, int]
-    combines: bool
-
-    @property
-    def updating(self) -> bool: ...
-
-    def note_reduced(self, numbers: Any) -> None: ...
-
-
-def noted(owner: Any, name: str, before: Note | None = None, after: Note | None = None) -> None:
-    """Replace a function by one that calls it, and notes before it, or after it with the result."""
-    call = getattr(owner, name)
-
-    @functools.wraps(call)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
             before(*args, **kwargs)
-        result = call(*args, **kwargs)
+        result = function(*args, **kwargs)
         if after is not None:
             after(result, *args, **kwargs)
         return result
 
-    setattr(owner, name, called)
+    setattr(owner, name, call)
 
 
 class Calls:
     """Replaces functions of torch by ones that note something, and call them."""
 
-    def __init__(self, steps: Notes) -> None:
+    def __init__(self, steps: "Steps") -> None:
         self.steps = steps
         self.joins = 0  # contexts of uneven inputs that have ended
         self.may_join = False  # whether there was one
-        self._evaluated: Callable[[], nn.Module | None] = lambda: None
-        noted(Optimizer, "__init__", after=self._made)
+        self._model: Callable[[], nn.Module | None] = lambda: None  # that was set to evaluate
+        hook_call(Optimizer, "__init__", after=self._note_optimizer)
         for owner in (Optimizer, nn.Module):
-            noted(owner, "zero_grad", before=self._clears)
-        noted(torch.autograd, "backward", before=self._passes)
-        noted(nn.Module, "train", before=self._sets_mode)
-        noted(Join, "__enter__", before=self._enters)
-        noted(Join, "__exit__", after=self._left)
+            hook_call(owner, "zero_grad", before=self._note_zero_grad)
+        hook_call(torch.autograd, "backward", before=self._note_backward)
+        hook_call(nn.Module, "train", before=self._note_mode)
+        hook_call(Join, "__enter__", before=self._note_join)
+        hook_call(Join, "__exit__", after=self._note_end_of_join)
         if dist.is_available():
             for name in CALLS:
                 if hasattr(dist, name):
-                    noted(dist, name, before=self._combines)
-            noted(dist, "all_reduce", after=self._reduced)
-            noted(dist, "all_gather_object", after=self._gathered)
+                    hook_call(dist, name, before=self._note_collective)
+            hook_call(dist, "all_reduce", after=self._note_all_reduce)
+            hook_call(dist, "all_gather_object", after=self._note_all_gather)
 
     @property
     def evaluates(self) -> bool:
         """Whether the model that is trained is in evaluation mode now."""
-        model = self._evaluated()
+        model = self._model()
         return model is not None and not model.training
 
-    def _made(self, _: None, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def _note_optimizer(self, _: None, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         self.steps.optimizers.append(optimizer)
 
-    def _clears(self, *args: Any, **kwargs: Any) -> None:
-        self.steps.noted.cleared = True
+    def _note_zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.steps.notes.clears_gradients = True
 
-    def _passes(self, *args: Any, **kwargs: Any) -> None:
+    def _note_backward(self, *args: Any, **kwargs: Any) -> None:
         if not any(leaf.is_meta for leaf in tree_leaves(args[:1]) if isinstance(leaf, Tensor)):
-            self.steps.noted.backwards += 1
-            self.steps.recorded.modes.add(self.evaluates)
+            self.steps.notes.backwards += 1
+            self.steps.record.modes.add(self.evaluates)
 
-    def _sets_mode(self, module: nn.Module, mode: bool = True) -> None:
+    def _note_mode(self, module: nn.Module, mode: bool = True) -> None:
         if not mode and self._has_all_that_is_trained(module):
-            self._evaluated = weakref.ref(module)
+            self._model = weakref.ref(module)
 
     def _has_all_that_is_trained(self, module: nn.Module) -> bool:
-        there = set(map(id, module.parameters()))
+        parameters = set(map(id, module.parameters()))
         return bool(self.steps.optimizers) and all(
-            id(parameter) in there
+            id(parameter) in parameters
             for optimizer in self.steps.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
 
-    def _enters(self, context: Any) -> None:
+    def _note_join(self, context: Any) -> None:
         self.may_join = True
 
-    def _left(self, *args: Any) -> None:
+    def _note_end_of_join(self, *args: Any) -> None:
         """A rank that was out of inputs stayed in there, and then got the others' model."""
         self.joins += 1
-        self.steps.before_join = dict(self.steps.taken)
+        self.steps.turn_of_join = self.steps.turn
 
-    def _combines(self, *args: Any, **kwargs: Any) -> None:
+    def _note_collective(self, *args: Any, **kwargs: Any) -> None:
         """An optimizer that calls a collective combines the ranks itself."""
-        self.steps.combines |= self.steps.updating
+        self.steps.combines |= self.steps.updates
 
-    def _reduced(self, work: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
+    def _note_all_reduce(self, work: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
         if work is None:
-            self.steps.note_reduced(tensor)
+            self.steps.note_reduction(tensor)
 
-    def _gathered(self, _: None, object_list: list[Any], *args: Any, **kwargs: Any) -> None:
-        if all(isinstance(number, int | float) for number in object_list):
-            self.steps.note_reduced(torch.tensor([float(sum(object_list))], device="cpu"))
+    def _note_all_gather(self, _: None, objects: list[Any], *args: Any, **kwargs: Any) -> None:
+        if all(isinstance(number, int | float) for number in objects):
+            self.steps.note_reduction(torch.tensor([float(sum(objects))], device="cpu"))

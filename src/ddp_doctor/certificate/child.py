@@ -24,17 +24,17 @@ from ddp_doctor.certificate.plan import (
 )
 
 LAUNCHED = "DDP_DOCTOR_LAUNCHED"  # the process that was started as a rank
-_installed: list[int] = []  # the process that has done it
+_processes: list[int] = []  # that have done it
 
 
 def install() -> None:
     """Prepare this process. Idempotent; does nothing in a process of no certificate."""
-    part = Part.of_this_process()
-    if part is None or os.getpid() in _installed:
+    part = Part.from_environment()
+    if part is None or os.getpid() in _processes:
         return
-    _installed.append(os.getpid())
+    _processes.append(os.getpid())
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # `starts` asks where this one is
-    part.asked(os.getpid()).touch()
+    part.can_be_asked(os.getpid()).touch()
     _keep_groups()
     if part.kind == "observed":
         from ddp_doctor.options import Options
@@ -44,25 +44,26 @@ def install() -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         start(Options(first=WATCHED, leave_after=AT_MOST, cpu=part.cpu), leader=False)
         return
-    from ddp_doctor.certificate.fixed import Fixed
+    from ddp_doctor.certificate.fixed import Replacements
     from ddp_doctor.certificate.loaders import Loaders
+    from ddp_doctor.certificate.record import StepNotes
     from ddp_doctor.certificate.steps import Steps
     from ddp_doctor.certificate.tensors import Tensors
     from ddp_doctor.run import on_cpu
 
-    fixed = Fixed()
+    replacements = Replacements(StepNotes())
     if part.cpu:
-        on_cpu.install(fixed.replaced.append)
-    _groups(part)
-    if part.one:
-        _lightning()
-    steps = Steps(part, fixed)
+        on_cpu.install(replacements.notes.replacements.append)
+    _replace_groups(part)
+    if part.is_one:
+        _replace_trainers()
+    steps = Steps(part, replacements)
     tensors = Tensors(steps)
     Loaders(steps, tensors)
     tensors.__enter__()
 
 
-def _groups(part: Part) -> None:
+def _replace_groups(part: Part) -> None:
     """One process is a group of one, whatever the script says; ranks without a launcher end."""
     import torch.distributed as dist
 
@@ -72,39 +73,39 @@ def _groups(part: Part) -> None:
 
     @functools.wraps(init)
     def init_process_group(
-        backend: Any = None, init_method: Any = None, timeout: Any = None, **given: Any
+        backend: Any = None, init_method: Any = None, timeout: Any = None, **kwargs: Any
     ) -> None:
-        where = init_method or "env://"
-        alone = "rank" not in given and given.get("store") is None
-        if alone and str(where).startswith("env://") and "RANK" not in os.environ:
+        by_launcher = "rank" not in kwargs and kwargs.get("store") is None
+        by_launcher &= str(init_method or "env://").startswith("env://")
+        if by_launcher and "RANK" not in os.environ:
             part.path(NEEDS_RANKS).touch()
             os._exit(0)
         if os.environ.get(LAUNCHED, str(os.getpid())) != str(os.getpid()):
             part.path(STARTS_RANKS).touch()
             os._exit(0)
-        if part.one:
-            _be_alone(part, given)
+        if part.is_one:
+            _be_one_rank(part, kwargs)
         if timeout is not None:
-            given["timeout"] = timeout
-        init(backend, init_method, **given)
+            kwargs["timeout"] = timeout
+        init(backend, init_method, **kwargs)
 
-    replaced: Any = init_process_group
-    if part.one:
-        dist.all_gather = _gathered_alone(dist.all_gather)
-    dist.init_process_group = replaced
-    dist.distributed_c10d.init_process_group = replaced
+    replacement: Any = init_process_group
+    if part.is_one:
+        dist.all_gather = _gather_of_one(dist.all_gather)
+    dist.init_process_group = replacement
+    dist.distributed_c10d.init_process_group = replacement
 
 
-def _be_alone(part: Part, given: dict[str, Any]) -> None:
+def _be_one_rank(part: Part, arguments: dict[str, Any]) -> None:
     """Change what one process tells its group; of ranks that the script starts, one goes on."""
-    if given.get("rank", 0) > 0:
+    if arguments.get("rank", 0) > 0:
         os._exit(0)
-    if given.get("world_size", 1) > 1:
-        given["world_size"] = 1
+    if arguments.get("world_size", 1) > 1:
+        arguments["world_size"] = 1
         part.path(WORLD_IN_SCRIPT).touch()
 
 
-def _gathered_alone(gather: Any) -> Any:
+def _gather_of_one(gather: Any) -> Any:
     """In one process nothing is lost on the way: what it gathers from itself carries gradient."""
 
     def all_gather(tensor_list: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +117,7 @@ def _gathered_alone(gather: Any) -> Any:
     return all_gather
 
 
-def _lightning() -> None:
+def _replace_trainers() -> None:
     """One process has one device, whatever the script says to Lightning."""
     from ddp_doctor.run import on_cpu
 
@@ -124,15 +125,15 @@ def _lightning() -> None:
     module = importlib.import_module(package) if package else None
     for name in ("Trainer", "Fabric"):
         if kind := getattr(module, name, None):
-            kind.__init__ = _of_one(kind.__init__)
+            kind.__init__ = _init_of_one(kind.__init__)
 
 
-def _of_one(init: Any) -> Any:
+def _init_of_one(init: Any) -> Any:
     @functools.wraps(init)
-    def of_one(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_of_one(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **{**kwargs, "devices": 1, "num_nodes": 1})
 
-    return of_one
+    return init_of_one
 
 
 def _keep_groups() -> None:
@@ -143,14 +144,14 @@ def _keep_groups() -> None:
 
     if not dist.is_available():
         return
-    from ddp_doctor.certificate.calls import noted
+    from ddp_doctor.certificate.calls import hook_call
 
-    kept: list[Any] = []
+    groups: list[Any] = []
 
     def keep(group: Any = None) -> None:
-        kept.append(group or dist.group.WORLD)
+        groups.append(group or dist.group.WORLD)
 
-    noted(dist, "destroy_process_group", before=keep)
+    hook_call(dist, "destroy_process_group", before=keep)
 
 
 def main() -> None:

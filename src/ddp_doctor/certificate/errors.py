@@ -10,32 +10,32 @@ from types import TracebackType
 from typing import Any
 
 
-class OwnErrors:
+class DoctorErrors:
     """Ends the process on an error of the doctor's own, which no line of the script may catch.
 
-    What the process still does is not wanted. `of_script`: the script's last error.
+    What the process still does is not wanted. `script_error`: the script's last error.
     """
 
-    of_script: BaseException | None = None
-    hooks = 0  # of the doctor that are running
+    script_error: BaseException | None = None
+    depth = 0  # hooks of the doctor that are running
 
     def guard(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """A hook, inside of this."""
 
         @functools.wraps(hook)
-        def guarded(*args: Any) -> Any:
+        def call(*args: Any) -> Any:
             with self.in_hook():
                 return hook(*args)
 
-        return guarded
+        return call
 
     @contextlib.contextmanager
     def in_hook(self) -> Iterator[None]:
         """What torch raises inside is the doctor's error, too."""
         with self:
-            self.hooks += 1
+            self.depth += 1
             yield
-            self.hooks -= 1
+            self.depth -= 1
 
     def __enter__(self) -> None:
         pass
@@ -46,7 +46,7 @@ class OwnErrors:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception) and error is not self.of_script:
+        if isinstance(error, Exception) and error is not self.script_error:
             traceback.print_exception(error)
             first = f"The doctor failed: {type(error).__name__}: {error}".splitlines()[0]
             sys.stderr.write(f"{first}\n")

@@ -1,4 +1,4 @@
-"""What both parts of a certificate wrote: steps side by side, and what speaks against comparing."""
+"""What the ranks and one process wrote, side by side, and what speaks against comparing it."""
 
 import math
 from collections import Counter
@@ -9,19 +9,26 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ddp_doctor.certificate.measure import HALF, TOLERANCE, Comparison, Gradients, compare
-from ddp_doctor.certificate.plan import AGAIN, COPIES, DEAL, OWN, TWICE
+from ddp_doctor.certificate.measure import (
+    HALF,
+    TOLERANCE,
+    Comparison,
+    Gradients,
+    compare,
+    other_shapes,
+)
+from ddp_doctor.certificate.plan import AGAIN, COPIES, DEAL, OWN, TWICE, Part
 from ddp_doctor.certificate.premises import (
     LOSS,
     MARK,
     MODEL,
     Doubt,
+    doubt_between,
+    line_of_other_outputs,
     other_counts,
-    other_outputs,
-    parted,
     same_totals,
 )
-from ddp_doctor.certificate.record import Seen, Step, Steps
+from ddp_doctor.certificate.record import Round, Run
 
 ELSEWHERE = "This step did not get its samples at the places where the first step did."
 FOREIGN = "The DataLoader's samples are of class {}, which is not handed to another process."
@@ -58,181 +65,155 @@ ROUNDING = 8  # times the precision of a weight: what may lie between equal weig
 class Evidence:
     """The steps of the ranks and of one process. `base` is the tolerance without noise."""
 
-    def __init__(self, ranks: Steps, one: Steps, spread: bool, world_in_script: bool) -> None:
-        self.ranks, self.one = ranks, one
+    def __init__(self, ranks: Run, process: Run, all_passes: bool, world_in_script: bool) -> None:
+        self.ranks, self.process = ranks, process
         self.world_in_script = world_in_script
-        self.first = ranks[0, 0, OWN]
-        self.world, self.micros = self.first.world, max(1, self.first.backwards)
-        self.passes = self.world if spread else 1  # of one process for each of a rank's
+        first = ranks[OWN].main
+        assert first is not None
+        self.first = first
+        self.world, self.micros = first.world, max(1, first.backwards)
+        self.passes = self.world if all_passes else 1  # of one process for each of a rank's
         self.names: dict[str, str] = {}
-        for step in ranks.values():
+        for step in ranks.steps:
             self.names |= step.names if step.rank == 0 else {}
-        half = any(step.half for part in (ranks, one) for step in part.values())
-        self.base = HALF if half else TOLERANCE
+        uses_half = any(step.uses_half for run in (ranks, process) for step in run.steps)
+        self.base = HALF if uses_half else TOLERANCE
 
     @property
     def noise(self) -> float | None:
         """What another order of one process's samples changes; None if it is more than that."""
-        return self._noise[0]
+        return self._effect_of_order[0]
 
     @property
-    def in_order(self) -> bool:
+    def order_matters(self) -> bool:
         """Whether another order of one process's samples changes more than rounding does."""
-        return self._noise[1]
+        return self._effect_of_order[1]
 
     @property
     def tolerance(self) -> float:
         """The relative error of gradients that are equal."""
         return max(self.base, 2 * (self.noise or 0.0))
 
-    # Steps side by side.
-
-    def gradients(self, part: Steps, kind: str) -> dict[str, Tensor]:
-        """Of all optimizers whose step of this kind is there."""
-        return {
-            key: gradient
-            for step in self.of_rank_0(part, kind)
-            for key, gradient in step.gradients.items()
-        }
-
-    def of_rank_0(self, part: Steps, kind: str) -> list[Step]:
-        """Each optimizer's step of this kind."""
-        return [
-            step for (rank, _, step_kind), step in part.items() if (rank, step_kind) == (0, kind)
-        ]
-
-    def last(self, part: Steps, kind: str) -> Step:
-        """What was known when rank 0's last optimizer took this step."""
-        return self.of_rank_0(part, kind)[-1]
-
-    def compared(self, first: tuple[Steps, str], second: tuple[Steps, str]) -> Comparison:
+    def comparison(self, round_: Round, reference: Round) -> Comparison:
         """Of the optimizers that have both steps."""
-        sides = [self.gradients(*first), self.gradients(*second)]
-        both = set.intersection(*({key.split(".")[0] for key in side} for side in sides))
-        got, wanted = (
-            {key: g for key, g in side.items() if key.split(".")[0] in both} for side in sides
-        )
-        return compare(got, wanted, self.names, self.tolerance)
+        sides = round_.gradients, reference.gradients
+        optimizers = [{key.split(".")[0] for key in side} for side in sides]
+        both = optimizers[0] & optimizers[1]
+        left, right = ({k: g for k, g in side.items() if k.split(".")[0] in both} for side in sides)
+        return compare(left, right, self.names, self.tolerance)
 
-    def other_shapes(self, first: tuple[Steps, str], second: tuple[Steps, str]) -> bool:
-        """Whether a parameter's gradients are of different shapes."""
-        return shapes_differ(self.gradients(*first), self.gradients(*second))
-
-    def left_out(self, kind: str, part: Steps) -> bool:
-        """Whether an optimizer of the first step has no step of this kind."""
-        first = {
-            optimizer for rank, optimizer, step_kind in self.ranks if (rank, step_kind) == (0, OWN)
-        }
-        return any((0, optimizer, kind) not in part for optimizer in first)
-
-    def of_first(self, step: Step) -> Step | None:
-        """Rank 0's step that is the same as another rank's."""
-        return self.ranks.get((0, step.optimizer, step.kind))
+    def lacks_optimizer(self, round_: Round) -> bool:
+        """Whether an optimizer of the first step has no step in this round."""
+        return not self.ranks[OWN].optimizers <= round_.optimizers
 
     # What one process shows by itself.
 
     @cached_property
-    def _noise(self) -> tuple[float | None, bool]:
+    def _effect_of_order(self) -> tuple[float | None, bool]:
         """What another order of one process's samples changes; whether that is more than rounding.
 
         None and False if the samples are not the same.
         """
-        part, second = (self.one, DEAL) if self.world > 1 else (self.ranks, COPIES)
-        a, b = part.get((0, 0, OWN)), part.get((0, 0, second))
-        if a is None or b is None or a.backwards != b.backwards or b.unlike:
+        run, kind = (self.process, DEAL) if self.world > 1 else (self.ranks, COPIES)
+        step, dealt = run[OWN].main, run[kind].main
+        if step is None or dealt is None or step.backwards != dealt.backwards:
             return None, False
-        if self.other_shapes((part, OWN), (part, second)):
+        if dealt.is_elsewhere or shapes_differ(run[OWN], run[kind]):
             return None, False
-        noise = compare(a.gradients, b.gradients, self.names).error
+        noise = compare(step.gradients, dealt.gradients, self.names).error
         if noise <= self.base or not math.isfinite(noise):
             return noise if noise <= self.base else None, False
-        return None, not parted(a.seen, b.seen)
+        return None, not doubt_between(step.premises, dealt.premises)
 
     @cached_property
-    def unsteady(self) -> str:
+    def instability(self) -> str:
         """That the same samples give another gradient in another step, in a sentence; or empty."""
-        for part, who in ((self.ranks, "the ranks"), (self.one, "one process")):
-            if not self.of_rank_0(part, AGAIN) or self.other_shapes((part, OWN), (part, AGAIN)):
+        for run, name in ((self.ranks, "the ranks"), (self.process, "one process")):
+            step, again = run[OWN], run[AGAIN]
+            if not again.rank_0 or shapes_differ(step, again):
                 continue
-            doubt = parted(self.all_seen(part, OWN), self.all_seen(part, AGAIN))
-            if doubt is not None and doubt.of_samples:
+            doubt = doubt_between(step.premises, again.premises)
+            if doubt is not None and doubt.about_samples:
                 continue  # they are other samples
-            error = self.compared((part, AGAIN), (part, OWN)).error
+            error = self.comparison(again, step).error
             if error > self.base:
-                return UNSTEADY.format(who, error)
+                return UNSTEADY.format(name, error)
         return ""
 
     @cached_property
-    def uncombined(self) -> bool:
+    def gradients_differ(self) -> bool:
         """Whether a rank's gradient of the first step is another than rank 0's."""
-        others = (step for step in self.ranks.values() if step.rank and step.kind == OWN)
-        both = ((step.sums, ours.sums) for step in others if (ours := self.of_first(step)))
-        return any(
-            not shapes_differ(*sums) and compare(*sums, self.names, self.tolerance).kind != "equal"
-            for sums in both
-        )
+        pairs = [(step.sums, reference.sums) for step, reference in self.ranks.pairs(OWN)]
+        return any(not other_shapes(*pair) and self.sums_differ(*pair) for pair in pairs)
 
-    def is_deaf(self) -> bool:
+    def sums_differ(self, sums: Gradients, reference: Gradients) -> bool:
+        """Whether the sums of two gradients differ, of the same shapes."""
+        return compare(sums, reference, self.names, self.tolerance).kind != "equal"
+
+    @cached_property
+    def ignores_samples(self) -> bool:
         """Whether other samples give the ranks exactly the same gradient."""
-        if self.uncombined or self.other_shapes((self.ranks, OWN), (self.ranks, COPIES)):
+        step, copies = self.ranks[OWN], self.ranks[COPIES]
+        if self.gradients_differ or shapes_differ(step, copies):
             return False
-        apart = parted(*(self.all_seen(self.ranks, kind) for kind in (OWN, COPIES)))
-        if apart is None or not apart.of_samples:
+        doubt = doubt_between(step.premises, copies.premises)
+        if doubt is None or not doubt.about_samples:
             return False
-        ours, copies = self.gradients(self.ranks, OWN), self.gradients(self.ranks, COPIES)
-        return ours.keys() == copies.keys() and all(torch.equal(ours[k], copies[k]) for k in ours)
+        left, right = step.gradients, copies.gradients
+        return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
+    # A loss that is a sum: what divides it.
+
+    @cached_property
     def loss_is_a(self) -> Literal["sum", "mean"] | None:
         """What every sample twice says: an optimizer whose gradient doubles has a sum."""
-        steps = self.of_rank_0(self.one, TWICE)
-        if not steps or self.left_out(TWICE, self.one) or steps[-1].unlike:
+        step, twice = self.process[OWN], self.process[TWICE]
+        if self.lacks_optimizer(twice) or twice.last.is_elsewhere:
             return None
-        if self.other_shapes((self.one, OWN), (self.one, TWICE)) or self.unsteady:
+        if shapes_differ(step, twice) or self.instability:
             return None
-        found = self.compared((self.one, TWICE), (self.one, OWN))
-        each = found.by_optimizer(self.tolerance)
-        if any(one.kind == "scaled" and abs(one.ratio - 2) < 0.01 for one in each):
+        comparison = self.comparison(twice, step)
+        parts = comparison.by_optimizer(self.tolerance)
+        if any(part.kind == "scaled" and abs(part.ratio - 2) < 0.01 for part in parts):
             return "sum"
-        return "mean" if found.kind == "equal" else None
+        return "mean" if comparison.kind == "equal" else None
 
     def divisors(self) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
         """By what numbers losses and gradients are divided: by the same ones on a rank and in one
         process, by line; and by others: line, the rank's, one process's.
         """
-        sides = [self.last(part, OWN).scales for part in (self.ranks, self.one)]
-        same: dict[str, float] = {}
-        for (line, at), divisor in sides[0].items():
-            if sides[1].get((line, at)) == divisor != 1:
-                same[line] = same.get(line, 1.0) * divisor
-        both = sides[0].keys() & sides[1].keys()
-        others = [(key[0], sides[0][key], sides[1][key]) for key in both]
-        return same, [other for other in others if other[1] != other[2]]
+        divisors = self.process[OWN].last.scales
+        constants: dict[str, float] = {}
+        pairs: list[tuple[str, float, float]] = []
+        for place, divisor in self.ranks[OWN].last.scales.items():
+            if place in divisors and divisors[place] != divisor:
+                pairs.append((place[0], divisor, divisors[place]))
+            elif place in divisors and divisor != 1:
+                constants[place[0]] = constants.get(place[0], 1.0) * divisor
+        return constants, pairs
 
-    def counts(self, rank: int | None = None) -> dict[str, int]:
-        """How many samples all ranks, or one, may be said to have in the first step, by what is
-        counted.
-        """
-        found: Counter[str] = Counter()
-        every = self.seen(self.ranks, OWN)
-        seen = self.all_seen(self.ranks, OWN) if rank is None else every[rank]
-        for note in (note for note in seen if note["what"] == LOSS):
-            found["rows of the losses"] += len(note["out"])
-            found["targets"] += note["targets"]
-            found["targets that are not ignored"] += int(note["kept"].sum())
-        inputs = [note for note in seen if note["what"] == MODEL]
-        for note in (note for note in inputs if note["key"] == inputs[0]["key"]):
-            found["rows that the model gets"] += len(note["rows"])
-        return found
+    def counts(self) -> dict[str, int]:
+        """How many samples all ranks may be said to have in the first step, by what is counted."""
+        counts: Counter[str] = Counter()
+        premises = self.ranks[OWN].premises
+        for loss in (premise for premise in premises if premise["kind"] == LOSS):
+            counts["rows of the losses"] += len(loss["out"])
+            counts["targets"] += loss["targets"]
+            counts["targets that are not ignored"] += int(loss["counts"].sum())
+        inputs = [premise for premise in premises if premise["kind"] == MODEL]
+        for rows in (premise for premise in inputs if premise["key"] == inputs[0]["key"]):
+            counts["rows that the model gets"] += len(rows["rows"])
+        return counts
 
     def scaled_by_world(self, kind: str) -> bool:
         """Whether one process scales a loss or a gradient by a multiple of the number of ranks.
 
         It may divide by the number of its backward passes.
         """
-        step = self.last(self.one, kind)
+        step = self.process[kind].last
         factors = [n for n in step.scales.values() if n != step.backwards and math.isfinite(n)]
-        large = [max(abs(n), 1 / abs(n)) / self.world for n in factors]
-        return any(n > 0.99 and abs(n - round(n)) < 1e-6 for n in large)
+        multiples = [max(abs(n), 1 / abs(n)) / self.world for n in factors]
+        return any(n > 0.99 and abs(n - round(n)) < 1e-6 for n in multiples)
 
     # What speaks against a comparison.
 
@@ -241,131 +222,147 @@ class Evidence:
         and by nothing else. Then other numbers that a model is given had no part in it.
         `gradients`: whether to look at what they say about it, too.
         """
-        one, ranks = self.last(self.one, kind), self.last(self.ranks, kind)
-        if one.foreign:
-            return Doubt(FOREIGN.format(one.foreign[0]))
-        if unjoined := one.unjoined or ([] if factor else one.numbers):
-            why = UNJOINED.format(unjoined[0])
-            return Doubt(why, of_samples=True, of_numbers=not one.unjoined)
-        if one.doubts:
-            return Doubt(one.doubts[0])
-        if apart(one.untrained, ranks.untrained, part=0.01):  # not by updates that round otherwise
-            return Doubt(FROZEN, violated=True)
-        if gradients and not factor and self.unsteady:
-            return Doubt(self.unsteady)
-        if found := self.parted((self.ranks, kind), (self.one, kind)):
-            return found
-        if one.delivered:
-            return Doubt(SENT.format(one.delivered[0]))
+        process, ranks = self.process[kind].last, self.ranks[kind].last
+        if process.foreign_classes:
+            return Doubt(FOREIGN.format(process.foreign_classes[0]))
+        if places := process.join_failures or ([] if factor else process.numbers):
+            why = UNJOINED.format(places[0])
+            return Doubt(why, about_samples=True, about_numbers=not process.join_failures)
+        if process.doubts:
+            return Doubt(process.doubts[0])
+        untrained = process.untrained_weights, ranks.untrained_weights
+        if weights_differ(*untrained, share=0.01):  # not by updates that round otherwise
+            return Doubt(FROZEN, is_violated=True)
+        if gradients and not factor and self.instability:
+            return Doubt(self.instability)
+        if doubt := self.doubt_of_samples(self.ranks[kind], self.process[kind]):
+            return doubt
+        if process.deliveries:
+            return Doubt(SENT.format(process.deliveries[0]))
         if kind == OWN and (text := self._other_counts()):
             why = f"{text} So it is not shown that both have the same samples."
-            return Doubt(why, of_samples=True)
-        if one.backwards != self.passes * ranks.backwards:
+            return Doubt(why, about_samples=True)
+        if process.backwards != self.passes * ranks.backwards:
             return Doubt(
-                f"One process made {one.backwards} backward passes, a rank {ranks.backwards}."
+                f"One process made {process.backwards} backward passes, a rank {ranks.backwards}."
             )
         return Doubt(WORLD, excuses=True) if self.world_in_script else None
 
     def _other_counts(self) -> str:
         if self.passes > 1:
             return ""
-        seen = [self.seen(part, OWN)[0] for part in (self.ranks, self.one)]
-        return other_counts(seen[0], seen[1], self.world, not self.ranks_differ(OWN))
+        rank, process = (run[OWN].premises_by_rank[0] for run in (self.ranks, self.process))
+        return other_counts(rank, process, self.world, not ranks_differ(self.ranks[OWN]))
 
     def doubt_of_deal(self, kind: str) -> Doubt | None:
         """Why another step of the ranks may not have had the first one's samples in another deal,
         or, of copies, may not have had them at all.
         """
-        step, first = self.last(self.ranks, kind), self.last(self.ranks, OWN)
-        unlike = any(s.unlike for (_, _, step_kind), s in self.ranks.items() if step_kind == kind)
-        if unlike or step.backwards != first.backwards:
+        dealt, first = self.ranks[kind], self.ranks[OWN]
+        if dealt.is_elsewhere or dealt.last.backwards != first.last.backwards:
             return Doubt(ELSEWHERE)
         if kind != DEAL:
             return None
-        if self.unsteady:
-            return Doubt(self.unsteady)
-        every = [
-            s.weights for (_, at, step_kind), s in self.ranks.items() if (at, step_kind) == (0, OWN)
-        ]
-        if any(apart(weights, self.first.weights) for weights in every):
+        if self.instability:
+            return Doubt(self.instability)
+        starts = [step.weights for step in first.steps if step.optimizer == 0]
+        if any(weights_differ(weights, self.first.weights) for weights in starts):
             return Doubt(OTHERS)
-        one = self.last(self.one, OWN) if (0, 0, OWN) in self.one else step
-        if any(s.unjoined or s.numbers for s in (step, one)):  # perhaps it was not dealt
-            return Doubt(ELSEWHERE)
-        if one.doubts:
-            return Doubt(one.doubts[0])
-        if step.delivered:
-            return Doubt(SENT.format(step.delivered[0]))
-        if self.in_order:
+        process = self.process[OWN].last if self.process[OWN].main else dealt.last
+        if any(step.join_failures or step.numbers for step in (dealt.last, process)):
+            return Doubt(ELSEWHERE)  # perhaps it was not dealt
+        if process.doubts:
+            return Doubt(process.doubts[0])
+        if dealt.last.deliveries:
+            return Doubt(SENT.format(dealt.last.deliveries[0]))
+        if self.order_matters:
             return Doubt(IN_ORDER)
-        if not same_totals(*(self.seen(self.ranks, step_kind)[0] for step_kind in (DEAL, OWN))):
+        if not same_totals(dealt.premises_by_rank[0], first.premises_by_rank[0]):
             return Doubt(ELSEWHERE)
-        return self.parted((self.ranks, DEAL), (self.ranks, OWN)) or self.of_a_pass
+        return self.doubt_of_samples(dealt, first) or self.doubt_of_passes
 
     @cached_property
-    def of_a_pass(self) -> Doubt | None:
+    def doubt_of_passes(self) -> Doubt | None:
         """Where outputs for the same samples depend on the pass that they are in."""
-        dealt = [self.all_seen(self.ranks, kind) for kind in (DEAL, OWN)]
-        where = other_outputs(*dealt) if self.micros > 1 else ""
-        return Doubt(OF_A_PASS.format(where), excuses=True) if where else None
+        if self.micros == 1:
+            return None
+        line = line_of_other_outputs(self.ranks[DEAL].premises, self.ranks[OWN].premises)
+        return Doubt(OF_A_PASS.format(line), excuses=True) if line else None
 
-    def parted(self, first: tuple[Steps, str], second: tuple[Steps, str]) -> Doubt | None:
-        """Where the samples of two steps are not the same. Ranks that all see the same are one."""
-        ranks = [*self.seen(*first).values()]
-        every, theirs = (self.all_seen(*step) for step in (first, second))
-        differ = _ranks_differ(ranks)
-        if first[1] == COPIES and differ:
-            return differ
-        if first[1] == DEAL and differ and not _ranks_differ([*self.seen(*second).values()]):
+    def doubt_of_samples(self, left: Round, right: Round) -> Doubt | None:
+        """Where the samples of two rounds are not the same. Ranks that all see the same are one."""
+        doubt = ranks_differ(left)
+        if left.kind == COPIES and doubt:
+            return doubt
+        if left.kind == DEAL and doubt and not ranks_differ(right):
             return Doubt(ONE_BATCH)
-        return parted(every if differ else ranks[0], theirs) and parted(every, theirs)
+        rank = left.premises if doubt else left.premises_by_rank[0]
+        return doubt_between(rank, right.premises) and doubt_between(left.premises, right.premises)
 
-    def ranks_differ(self, kind: str) -> Doubt | None:
-        """Where the samples of a rank and of rank 0 are not the same."""
-        return _ranks_differ([*self.seen(self.ranks, kind).values()])
-
-    def seen(self, part: Steps, kind: str) -> dict[int, list[Seen]]:
-        """What each rank saw in a step, until each optimizer's turn."""
-        found: dict[int, list[Seen]] = {}
-        for (rank, _, step_kind), step in part.items():
-            if step_kind == kind:
-                found.setdefault(rank, []).extend(step.seen)
-        return found
-
-    def all_seen(self, part: Steps, kind: str) -> list[Seen]:
-        """What all ranks saw in a step."""
-        return [note for rank in self.seen(part, kind).values() for note in rank]
-
-    def advised(self, doubt: Doubt) -> str:
+    def advice(self, doubt: Doubt) -> str:
         """The doubt, with advice where it can help: samples of no loader, without a mark."""
-        steps = [*self.ranks.values(), *self.one.values()]
-        can_mark = doubt.of_samples and not any(step.marked for step in steps)
+        steps = [*self.ranks.steps, *self.process.steps]
+        can_mark = doubt.about_samples and not any(step.has_marks for step in steps)
         return f"{doubt.why} {MARK}" if can_mark else doubt.why
 
 
-def _ranks_differ(ranks: list[list[Seen]]) -> Doubt | None:
-    return next((found for rank in ranks[1:] if (found := parted(rank, ranks[0]))), None)
+def makes_all_passes(process: Part) -> bool:
+    """Whether one process made as many backward passes as all ranks together, as a script does that
+    divides their number by the number of ranks.
+    """
+    of_ranks, of_one = Run(_ranks_of(process))[OWN].main, Run(process)[OWN].main
+    if of_ranks is None or of_one is None:
+        return False
+    return of_one.backwards == of_ranks.world * of_ranks.backwards > 0
 
 
-def shapes_differ(ours: Gradients, others: Gradients) -> bool:
-    return any(ours[key].shape != others[key].shape for key in ours.keys() & others.keys())
+def lacks_samples(process: Part, failure: str) -> bool:
+    """Whether one process lacks samples of the ranks, or has them with other targets or inputs, or
+    as weights.
+    """
+    if not any(process.path("").glob("step.0.*.pt")):
+        return bool(failure)
+    run, ranks = Run(process), Run(_ranks_of(process))
+    if ranks[OWN].main is None or run[OWN].main is None:
+        return False
+    evidence = Evidence(ranks, run, process.all_passes, False)
+    if shapes_differ(ranks[OWN], run[OWN]):
+        return True
+    doubts = [evidence.doubt(OWN, False, gradients=False)]
+    if process.all_passes:  # a batch that is made before the loop belongs to no pass
+        doubts.append(evidence.doubt_of_samples(ranks[OWN], run[OWN]))
+    return any(doubt and doubt.about_samples and not doubt.about_numbers for doubt in doubts)
 
 
-def apart(
-    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], part: float | None = None
+def _ranks_of(process: Part) -> Part:
+    return Part(process.folder, "ranks", turns=process.turns)
+
+
+def ranks_differ(round_: Round) -> Doubt | None:
+    """Where the samples of a rank and of rank 0 are not the same."""
+    ranks = round_.premises_by_rank
+    return next((doubt for rank in ranks[1:] if (doubt := doubt_between(rank, ranks[0]))), None)
+
+
+def shapes_differ(left: Round, right: Round) -> bool:
+    return other_shapes(left.gradients, right.gradients)
+
+
+def weights_differ(
+    left: Mapping[str, Tensor], right: Mapping[str, Tensor], share: float | None = None
 ) -> bool:
-    """Whether weights differ by more than rounding. With `part`: by more than this part of them,
+    """Whether weights differ by more than rounding. With `share`: by more than this part of them,
     and those of another shape do not count.
     """
-    for key in ours.keys() & theirs.keys():
-        mine, other = ours[key], theirs[key]
-        if mine.shape != other.shape:
-            if part is None:
+    for key in left.keys() & right.keys():
+        weight, other = left[key], right[key]
+        if weight.shape != other.shape:
+            if share is None:
                 return True
             continue
-        kind = mine.dtype
-        rounding = ROUNDING * torch.finfo(kind).eps if kind.is_floating_point else 0.0
-        distance, length = (mine.double() - other.double()).norm(), mine.double().norm()
-        if bool(distance > (rounding if part is None else part) * length):
+        dtype = weight.dtype
+        rounding = ROUNDING * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        distance, length = (weight.double() - other.double()).norm(), weight.double().norm()
+        if bool(distance > (rounding if share is None else share) * length):
             return True
     return False

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddp_doctor.certificate.calls import noted
+from ddp_doctor.certificate.calls import hook_call
+from ddp_doctor.certificate.record import StepNotes
 
 OFF = "Dropout is off, clipping is off, BatchNorm uses its running statistics, nothing is compiled."
 DROPOUT = (
@@ -25,21 +26,18 @@ DROPOUT = (
 )
 
 
-class Fixed:
-    """Replaces torch's functions. `as_it_is` lets clipping and BatchNorm through again."""
+class Replacements:
+    """Replaces torch's functions. `as_usual` lets clipping and BatchNorm through again."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: StepNotes) -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        self.as_it_is = False
-        self.clips = False
-        self.norms: list[float] = []  # that were clipped since the last step
-        self.batch_norm = False
-        self.replaced: list[str] = []  # what `--cpu` has replaced
+        self.notes = notes
+        self.as_usual = False
         for name in DROPOUT:
-            setattr(F, name, _passed_on)
-        torch.dropout = _passed_on
-        F.scaled_dot_product_attention = _without_dropout(F.scaled_dot_product_attention)
-        noted(nn.RNNBase, "__init__", after=_without_rnn_dropout)
+            setattr(F, name, _identity)
+        torch.dropout = _identity
+        F.scaled_dot_product_attention = _no_dropout(F.scaled_dot_product_attention)
+        hook_call(nn.RNNBase, "__init__", after=_remove_rnn_dropout)
         F.batch_norm = self._batch_norm(F.batch_norm)
         nn.SyncBatchNorm.forward = self._sync_batch_norm(nn.SyncBatchNorm.forward)  # type: ignore[method-assign]
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -56,12 +54,12 @@ class Fixed:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            given = dict(zip(("weight", "bias", "training", "momentum", "eps"), args, strict=False))
-            given |= kwargs
-            if given.get("training") and running_mean is not None:
-                self.batch_norm = True
-                given["training"] = self.as_it_is
-            return original(input, running_mean, running_var, **given)
+            names = ("weight", "bias", "training", "momentum", "eps")
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            if arguments.get("training") and running_mean is not None:
+                self.notes.batch_norm = True
+                arguments["training"] = self.as_usual
+            return original(input, running_mean, running_var, **arguments)
 
         return batch_norm
 
@@ -70,11 +68,11 @@ class Fixed:
 
         @functools.wraps(original)
         def forward(module: Any, input: Any) -> Any:  # noqa: A002
-            if self.as_it_is or not module.track_running_stats:
+            if self.as_usual or not module.track_running_stats:
                 return original(module, input)
-            own = self.batch_norm  # whether there is one that uses each rank's own samples
+            batch_norm = self.notes.batch_norm  # whether one uses each rank's own samples
             result = _BatchNorm.forward(module, input)
-            self.batch_norm = own
+            self.notes.batch_norm = batch_norm
             return result
 
         return forward
@@ -82,25 +80,25 @@ class Fixed:
     def _clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            self.clips = True
-            if self.as_it_is:
+            self.notes.clips = True
+            if self.as_usual:
                 return original(parameters, *args, **kwargs)
-            listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            gradients = [p.grad for p in listed if p.grad is not None]
-            given = inspect.signature(original).bind(parameters, *args, **kwargs).arguments
-            kind = given.get("norm_type", 2.0)
+            tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            gradients = [p.grad for p in tensors if p.grad is not None]
+            arguments = inspect.signature(original).bind(parameters, *args, **kwargs).arguments
+            kind = arguments.get("norm_type", 2.0)
             norm = nn.utils.get_total_norm(gradients, kind) if gradients else torch.tensor(0.0)
-            self.norms.append(float(getattr(norm, "full_tensor", lambda: norm)()))
+            self.notes.norms.append(float(getattr(norm, "full_tensor", lambda: norm)()))
             return norm
 
         return clip
 
 
-def _passed_on(input: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+def _identity(input: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
     return input
 
 
-def _without_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
+def _no_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         if args:
@@ -111,5 +109,5 @@ def _without_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-def _without_rnn_dropout(_: None, rnn: nn.RNNBase, *args: Any, **kwargs: Any) -> None:
+def _remove_rnn_dropout(_: None, rnn: nn.RNNBase, *args: Any, **kwargs: Any) -> None:
     rnn.dropout = 0.0

@@ -5,7 +5,6 @@ it; a fork takes milliseconds.
 """
 
 import atexit
-import contextlib
 import functools
 import importlib
 import multiprocessing.util
@@ -14,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -21,7 +21,8 @@ from typing import NoReturn
 from ddp_doctor.certificate import child
 from ddp_doctor.certificate.guard import guard
 
-LOADED = ("torch._dynamo", "torch.distributed.tensor")  # DDP and optimizers import the first, later
+# DDP and optimizers import the first, later.
+PRELOAD = ("torch._dynamo", "torch.distributed.tensor")
 
 
 class Fork:
@@ -53,12 +54,12 @@ class Fork:
         return self.returncode
 
 
-def possible() -> bool:
+def can_fork() -> bool:
     """Whether this process can be forked: on Linux, with one thread, and a torch that `load` has
     loaded. Modules of the script must not be loaded: they would keep what `child` replaces.
     """
-    alone = threading.active_count() == 1 and "torch" not in sys.modules
-    return bool(load.cache_info().currsize) or (alone and sys.platform == "linux")
+    bare = threading.active_count() == 1 and "torch" not in sys.modules
+    return bool(load.cache_info().currsize) or (bare and sys.platform == "linux")
 
 
 @functools.cache
@@ -68,7 +69,7 @@ def load() -> int:
     A fork of a process with a pool of threads would wait for them forever.
     """
     torch = importlib.import_module("torch")
-    for name in LOADED:
+    for name in PRELOAD:
         importlib.import_module(name)
     number = int(torch.get_num_threads())
     torch.set_num_threads(1)
@@ -77,30 +78,26 @@ def load() -> int:
 
 def _run(command: Sequence[str], output: Path, environment: dict[str, str]) -> NoReturn:
     """Be the process that a new interpreter would be."""
-    code: int | str | None = 1
     try:
         os.setsid()
-        _redirected(output)
+        _redirect(output)
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = None  # as TMPDIR says
         atexit._clear()
         atexit.register(getattr(multiprocessing.util, "_exit_function"))  # noqa: B009
-        _fresh_torch(int(environment.get("OMP_NUM_THREADS", load())))
+        _reset_torch(int(environment.get("OMP_NUM_THREADS", load())))
         if sys.path[0] not in ("", os.getcwd()):
             sys.path.insert(0, os.getcwd())
         sys.argv = ["child", *command]
         child.main()
-        code = 0
-    except SystemExit as end:
-        code = end.code
     except BaseException:
-        sys.excepthook(*sys.exc_info())
+        traceback.print_exc()
     finally:
-        _end(code)
+        os._exit(1)
 
 
-def _redirected(output: Path) -> None:
+def _redirect(output: Path) -> None:
     """Read nothing, and write to a file, line by line."""
     files = (os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT))
     for number, file in ((0, files[0]), (1, files[1]), (2, files[1])):
@@ -113,22 +110,10 @@ def _redirected(output: Path) -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _fresh_torch(threads: int) -> None:
+def _reset_torch(threads: int) -> None:
     """As in a new interpreter: threads, and seeds of its own. Python's generator needs no help."""
     torch = sys.modules["torch"]
     torch.seed()
     torch.set_num_threads(threads)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-
-
-def _end(code: int | str | None) -> NoReturn:
-    """What an interpreter does at its end."""
-    with contextlib.suppress(BaseException):
-        if isinstance(code, str):
-            sys.stderr.write(f"{code}\n")
-        getattr(threading, "_shutdown")()  # noqa: B009
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))

@@ -8,6 +8,7 @@ as a script, by a bare interpreter.
 
 import atexit
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -40,10 +41,10 @@ class Guard:
         os.close(reads)
         atexit.register(self._end)
 
-    def tell(self, what: str, value: object) -> None:
+    def tell(self, event: str, value: object) -> None:
         """One line; it is complete in the pipe, or not there."""
         with contextlib.suppress(OSError):
-            os.write(self.writes, f"{what} {value}\n".encode())
+            os.write(self.writes, f"{event} {value}\n".encode())
 
     def _end(self) -> None:
         if os.getpid() == self.owner:
@@ -51,14 +52,14 @@ class Guard:
             self.process.wait()
 
 
-_guards: list[Guard] = []
-
-
 def guard() -> Guard:
     """The guard of this process, which starts with the first call."""
-    if not _guards or _guards[-1].owner != os.getpid():
-        _guards[:] = [Guard()]
-    return _guards[-1]
+    return _guard_of(os.getpid())
+
+
+@functools.cache
+def _guard_of(process: int) -> Guard:
+    return Guard()
 
 
 def report() -> None:
@@ -78,7 +79,7 @@ def guarded_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def temporary(folder: Path) -> dict[str, str]:
+def temporary_folder(folder: Path) -> dict[str, str]:
     """The variable for a folder's own temporary folder, which goes with it."""
     path = folder / "tmp"
     path.mkdir(parents=True, exist_ok=True)
@@ -93,15 +94,15 @@ def end_session(leader: int | str) -> None:
 
 def end_all_of(folder: str | Path) -> None:
     """Kill all that was started with a variable that names a file in the folder (Linux)."""
-    until = time.monotonic() + PATIENCE
-    while (started := list(_started_with(f"{folder}/"))) and time.monotonic() < until:
-        for process in started:
+    deadline = time.monotonic() + PATIENCE
+    while (processes := list(_processes_with(f"{folder}/"))) and time.monotonic() < deadline:
+        for process in processes:
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _started_with(words: str) -> Iterator[int]:
+def _processes_with(words: str) -> Iterator[int]:
     """The processes whose environment holds these words, in whatever session they are."""
     for process in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError):
@@ -113,17 +114,17 @@ def _started_with(words: str) -> Iterator[int]:
 
 def main() -> None:
     """Wait for the end of the pipe, then clean up."""
-    told: dict[str, set[str]] = {STARTED: set(), ENDED: set(), FOLDER: set()}
+    values: dict[str, set[str]] = {STARTED: set(), ENDED: set(), FOLDER: set()}
     for line in sys.stdin:
-        what, _, value = line.rstrip("\n").partition(" ")
-        told[what].add(value)
-    for leader in told[STARTED] - told[ENDED]:
+        event, _, value = line.rstrip("\n").partition(" ")
+        values[event].add(value)
+    for leader in values[STARTED] - values[ENDED]:
         end_session(leader)
-    folders = list(filter(os.path.exists, told[FOLDER]))
+    folders = list(filter(os.path.exists, values[FOLDER]))
     for folder in folders:
         end_all_of(folder)
-    until = time.monotonic() + PATIENCE
-    while any(map(os.path.exists, folders)) and time.monotonic() < until:
+    deadline = time.monotonic() + PATIENCE
+    while any(map(os.path.exists, folders)) and time.monotonic() < deadline:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.05)

@@ -8,13 +8,16 @@ import contextlib
 import functools
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ddp_doctor.certificate.files import Place
 from ddp_doctor.certificate.plan import LATER
+from ddp_doctor.certificate.samples import LOADER
 from ddp_doctor.certificate.steps import Steps
 from ddp_doctor.certificate.tensors import Tensors
 
@@ -27,13 +30,13 @@ class Loaders:
     def __init__(self, steps: Steps, tensors: Tensors) -> None:
         self.steps = steps
         self.tensors = tensors
-        self.known: list[DataLoader[Any]] = []
-        self.fetched: dict[int, int] = {}
-        steps.ends.append(self._end_of_first_step)
-        plain = DataLoader.__iter__
+        self.loaders: list[DataLoader[Any]] = []
+        self.batches: Counter[Place] = Counter()  # that were fetched from each
+        steps.ends.append(self._end_step)
+        original = DataLoader.__iter__
 
         def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-            return self._iterate(loader) if torch.is_grad_enabled() else plain(loader)
+            return self._iterate(loader) if torch.is_grad_enabled() else original(loader)
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign,assignment]
         self.length = DataLoader.__len__
@@ -45,54 +48,62 @@ class Loaders:
         @functools.wraps(self.length)
         def length(loader: DataLoader[Any]) -> int:
             batches = self.length(loader)
-            at = next((n for n, known in enumerate(self.known) if known is loader), None)
-            handed = self.steps.handed
-            if at is None or handed is None:
+            dealer, place = self.steps.dealer, self._place(loader)
+            if dealer is None or place is None:
                 return batches
-            return handed.records[0].batches.get(at, batches) * handed.passes
+            return dealer.records[0].batches.get(place, batches) * dealer.passes
 
         return length
 
     def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        if not any(loader is known for known in self.known):
-            self.known.append(loader)
+        place = self._place(loader)
+        if place is None:
+            self.loaders.append(loader)
+            place = self._place(loader)
+            assert place is not None
             with contextlib.suppress(TypeError):  # a dataset without a length
-                self.steps.recorded.batches[len(self.known) - 1] = self.length(loader)
-        at = next(n for n, known in enumerate(self.known) if known is loader)
-        return self._batches(loader, at, _natural(loader))
+                self.steps.record.batches[place] = self.length(loader)
+        return self._batches(loader, place, _samples(loader))
 
-    def _batches(self, loader: DataLoader[Any], at: int, source: Iterator[Any]) -> Iterator[Any]:
+    def _place(self, loader: DataLoader[Any]) -> Place | None:
+        """None for a loader that nothing has been fetched from."""
+        number = next((n for n, other in enumerate(self.loaders) if other is loader), None)
+        return None if number is None else Place("", number, function=LOADER)
+
+    def _batches(
+        self, loader: DataLoader[Any], place: Place, source: Iterator[Any]
+    ) -> Iterator[Any]:
         while True:
             frame = sys._getframe().f_back
-            ahead = frame is not None and frame.f_globals.get("__name__") == LOOKS_AHEAD
-            with self.tensors.unseen():
+            fetches_ahead = frame is not None and frame.f_globals.get("__name__") == LOOKS_AHEAD
+            with self.tensors.hidden():
                 samples = next(source, None)
                 if samples is None:
                     return
-                batch = _collated(loader, self._planned(at, samples, ahead))
-            yield self.tensors.from_loader(batch)
+                batch = _collate(loader, self._plan(place, samples, fetches_ahead))
+            yield self.tensors.note_batch(batch)
 
-    def _planned(self, loader: int, samples: list[Any], ahead: bool) -> list[Any]:
-        fetched = self.fetched.get(loader, 0)
-        self.fetched[loader] = fetched + 1
-        handed = self.steps.handed
-        if handed is None:
-            self.steps.recorded.samples[loader, fetched] = samples
-            self.steps.recorded.ahead |= ahead
+    def _plan(self, place: Place, samples: list[Any], fetches_ahead: bool) -> list[Any]:
+        """The samples of a loader's batch, written down, or what the plan says instead."""
+        batches = self.batches[place]
+        self.batches[place] += 1
+        dealer = self.steps.dealer
+        if dealer is None:
+            self.steps.record.samples[place, batches] = samples
+            self.steps.record.fetches_ahead |= fetches_ahead
             return samples
-        step, at = divmod(
-            fetched, max(1, handed.records[0].per_step.get(loader, 1)) * handed.passes
-        )
+        per_step = max(1, dealer.records[0].per_step.get(place, 1)) * dealer.passes
+        step, at = divmod(batches, per_step)
         kind = self.steps.kind(step)
-        return samples if kind == LATER else handed.items(kind, (loader, at)) or samples
+        return samples if kind == LATER else dealer.items(kind, (place, at)) or samples
 
-    def _end_of_first_step(self) -> None:
-        recorded = self.steps.recorded
-        for loader, fetched in self.fetched.items():
-            recorded.per_step[loader] = fetched - recorded.ahead
+    def _end_step(self) -> None:
+        record = self.steps.record
+        for place, batches in self.batches.items():
+            record.per_step[place] = batches - record.fetches_ahead
 
 
-def _natural(loader: DataLoader[Any]) -> Iterator[list[Any]]:
+def _samples(loader: DataLoader[Any]) -> Iterator[list[Any]]:
     """Each batch's samples as the loader would make them, before they are collated.
 
     The loader's attributes are read at once, while the script may expect torch to read them.
@@ -102,9 +113,9 @@ def _natural(loader: DataLoader[Any]) -> Iterator[list[Any]]:
         return _chunks(iter(dataset), loader.batch_size or 1, loader.drop_last)
     if loader.batch_sampler is None:
         return ([dataset[index]] for index in loader.sampler)
-    several = getattr(dataset, "__getitems__", None)
+    get_items = getattr(dataset, "__getitems__", None)
     return (
-        list(several(indices)) if several else [dataset[index] for index in indices]
+        list(get_items(indices)) if get_items else [dataset[index] for index in indices]
         for indices in loader.batch_sampler
     )
 
@@ -116,7 +127,7 @@ def _chunks(items: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[A
         yield samples
 
 
-def _collated(loader: DataLoader[Any], samples: list[Any]) -> Any:
+def _collate(loader: DataLoader[Any], samples: list[Any]) -> Any:
     if loader.batch_size is None and loader.batch_sampler is None:
         return loader.collate_fn(samples[0])
     return loader.collate_fn(samples)

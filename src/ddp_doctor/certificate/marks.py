@@ -1,5 +1,6 @@
 """Samples that come from no data loader, marked by the script: `ddp_doctor.batch`."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -8,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 T = TypeVar("T")
-certified: list[Callable[[Any, Any], Any]] = []  # one in a process of a certificate, else none
+handlers: list[Callable[[Any, Any], Any]] = []  # one in a process of a certificate, else none
 
 
 def batch(value: T) -> T:
@@ -19,9 +20,9 @@ def batch(value: T) -> T:
     and only where gradients are on. Then it takes nothing but marked batches and those of data
     loaders for samples. In any other run, and with one process, `value` itself is returned.
     """
-    if not certified or not torch.is_grad_enabled():
+    if not handlers or not torch.is_grad_enabled():
         return value
     frame = sys._getframe(1)
     place = (frame.f_code.co_filename, frame.f_lineno)
-    numbers = iter(range(sys.maxsize))
-    return tree_map(lambda leaf: certified[0]((*place, next(numbers)), leaf), value)
+    numbers = itertools.count()
+    return tree_map(lambda leaf: handlers[0]((*place, next(numbers)), leaf), value)

@@ -20,7 +20,7 @@ are started once more after two equal rounds, and know then how long a round is:
     later   ordinary steps, updates included: whether all ranks go on with the same gradient
 
 A script may divide the number of its passes by the number of ranks. Then one process makes as many
-as all ranks together, and each pass gets the samples of one rank's pass, as they are (`spread`).
+as all ranks together (`all_passes`), and each gets the samples of one rank's pass, as they are.
 """
 
 import json
@@ -56,17 +56,17 @@ class Part:
     folder: str
     kind: Literal["ranks", "one", "observed"]
     cpu: bool = False
-    late: bool = False  # samples are only replaced where they meet weights, not where they are made
-    spread: bool = False  # one process makes as many passes as all ranks together
+    at_model: bool = False  # samples are replaced where they meet weights, not where they are made
+    all_passes: bool = False  # one process makes as many passes as all ranks together
     turns: int = 1  # steps of optimizers that are one step of the plan
     world: int = 1  # ranks that have to leave before nothing else is wanted; `observed` only
 
     @property
-    def one(self) -> bool:
+    def is_one(self) -> bool:
         return self.kind == "one"
 
     @classmethod
-    def of_this_process(cls) -> Self | None:
+    def from_environment(cls) -> Self | None:
         """What the environment says; None in a process that belongs to no certificate."""
         text = os.environ.get(PART)
         return cls(**json.loads(text)) if text else None
@@ -77,18 +77,18 @@ class Part:
 
     def path(self, name: str) -> Path:
         """A file of this part of the certificate."""
-        return self.of_ranks(name) if self.kind == "ranks" else Path(self.folder, self.kind, name)
+        return self.ranks_path(name) if self.kind == "ranks" else Path(self.folder, self.kind, name)
 
-    def of_ranks(self, name: str) -> Path:
+    def ranks_path(self, name: str) -> Path:
         """A file that the ranks wrote, for both parts to read.
 
         Ranks that start again have a folder of their own: a late one may still write to the other.
         """
         return Path(self.folder, "ranks" if self.turns == 1 else "rounds", name)
 
-    def asked(self, process: int) -> Path:
+    def can_be_asked(self, process: int) -> Path:
         """A file that is there once a process can be asked where it is: a signal else ends it."""
-        return self.path(f"asked.{process}")
+        return self.path(f"can-be-asked.{process}")
 
     @property
     def journals(self) -> Path:
@@ -106,10 +106,10 @@ class Part:
 
             statuses = [journal.status for journal in read_statuses(self.journals)]
             return sum(bool(s and s.ended and s.steps) for s in statuses) >= self.world
-        world = self.path(WORLD)
-        wanted = int(world.read_text() or 0) if self.kind == "ranks" and world.exists() else 1
-        return self.has_left() >= max(1, wanted)
+        path = self.path(WORLD)
+        world = int(path.read_text() or 0) if self.kind == "ranks" and path.exists() else 1
+        return self.departures() >= max(1, world)
 
-    def has_left(self) -> int:
+    def departures(self) -> int:
         """How many ranks have left."""
         return len(list(self.path("").glob("left.*")))

@@ -1,8 +1,9 @@
 """Did the model get the same samples in two runs? Shown before their gradients are compared.
 
-Three things are recorded in each step that is compared: the rows that each call of the trained
-model was given; the pairs of an output's and a target's row that each loss was given; and the small
-tensors that the script reduced over the ranks. `parted` compares rows by value, in any order.
+Three things are noted in each step that is compared, and each note is a premise: the rows that each
+call of the trained model was given; the pairs of an output's and a target's row that each loss was
+given; and the small tensors that the script reduced over the ranks. Rows are compared by value, in
+any order.
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_doctor.certificate.measure import TOLERANCE
-from ddp_doctor.certificate.record import Seen
+from ddp_doctor.certificate.record import Premise
 from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.places import place
 
@@ -26,209 +27,217 @@ LOSSES = {
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
 }
 BYTES = 1 << 28  # what is kept of a step
+Side = Sequence[Premise]  # of a comparison: what was noted of one step
+Rows = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
 class Doubt:
     """Why two runs may not have had the same samples.
 
-    `violated`: they had others, as far as is seen; else it could not be shown that they had the
-    same. `of_samples`: a mark might remove it, or samples that are replaced at the model only.
-    `of_numbers`: a number that a call is given is another one, wherever samples are replaced.
+    `is_violated`: they had others, as far as is seen; else it could not be shown that they had the
+    same. `about_samples`: a mark might remove it, or samples that are replaced at the model only.
+    `about_numbers`: a number that a call is given is another one, wherever samples are replaced.
     `excuses`: it would explain a difference, and says nothing against agreement.
     """
 
     why: str
-    violated: bool = False
-    of_samples: bool = False
-    of_numbers: bool = False
+    is_violated: bool = False
+    about_samples: bool = False
+    about_numbers: bool = False
     excuses: bool = False
 
 
 class Premises:
-    """What is seen of one step. `clear` begins the next."""
+    """The premises of one step. `clear` begins the next."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self.seen: list[Seen] = []
+        self.notes: list[Premise] = []
         self.bytes = 0
         self.cells = 0  # calls of recurrent cells
 
-    def model(self, key: str, given: Any, weights: float) -> None:
+    def note_model(self, key: str, inputs: Any, weights: float) -> None:
         """A call of a model whose first trained parameter is `key`. `weights` tells them apart."""
         self._note(WEIGHTS, key, weights=weights)
-        tensors = [one for one in tensors_in(given, most=64) if one.dim()]
-        for at, one in enumerate(t for t in tensors if type(t) is Tensor and not t.is_meta):
-            self.bytes += one.nbytes
+        tensors = [tensor for tensor in tensors_in(inputs, most=64) if tensor.dim()]
+        for at, tensor in enumerate(_strided(tensors)):
+            self.bytes += tensor.nbytes
             if self.bytes < BYTES:
-                rows = one.detach().cpu().clone()
-                self._note(MODEL, f"{key}/{at}", rows=rows)
+                self._note(MODEL, f"{key}/{at}", rows=tensor.detach().cpu().clone())
 
-    def computed(self, result: Any) -> None:
+    def note_outputs(self, result: Any) -> None:
         """What a model that is trained computed: of each output, a number per row of features."""
-        outputs = [one for one in tensors_in(result, most=64) if one.requires_grad and one.dim()]
-        for at, one in enumerate(t for t in outputs if type(t) is Tensor and not t.is_meta):
-            rows = one.detach()
+        outputs = [out for out in tensors_in(result, most=64) if out.requires_grad and out.dim()]
+        for at, output in enumerate(_strided(outputs)):
+            rows = output.detach()
             if rows.dim() > 1 and rows.is_floating_point():
                 rows = rows @ _noise(rows.shape[-1]).to(rows)
-            out, columns = rows.flatten().cpu().double(), list(one.shape[1:])
-            self._note(OUTPUT, f"{at}", out=out, columns=columns)
+            columns = list(output.shape[1:])
+            self._note(OUTPUT, f"{at}", out=rows.flatten().cpu().double(), columns=columns)
 
-    def loss(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def note_loss(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A loss of outputs and targets, both with one sample per row."""
         out, target = [*args, kwargs.get("input"), kwargs.get("target")][:2]
-        if not (isinstance(out, Tensor) and isinstance(target, Tensor)) or out.is_meta:
+        if type(out) is not Tensor or type(target) is not Tensor or out.is_meta:
             return
         if not out.requires_grad or not out.dim() or not target.dim() or len(out) != len(target):
             return
-        if type(out) is Tensor and type(target) is Tensor:
-            kept = target.detach().cpu() != kwargs.get("ignore_index", -100)
-            self._note(
-                LOSS,
-                name,
-                columns=list(out.shape[1:]),
-                targets=target.numel(),
-                kept=kept.flatten(1).any(1) if kept.dim() > 1 else kept,
-                out=_projected(out),
-                target=_projected(target),
-            )
+        counts = target.detach().cpu() != kwargs.get("ignore_index", -100)
+        self._note(
+            LOSS,
+            name,
+            columns=list(out.shape[1:]),
+            targets=target.numel(),
+            counts=counts.flatten(1).any(1) if counts.dim() > 1 else counts,
+            out=_projection(out),
+            target=_projection(target),
+        )
 
-    def reduced(self, tensor: Any) -> None:
+    def note_reduction(self, tensor: Any) -> None:
         """The result of an all-reduce."""
         if type(tensor) is Tensor and tensor.numel() <= 16 and not tensor.requires_grad:
             self._note(NUMBERS, "", values=tensor.detach().cpu().double().flatten().clone())
 
-    def in_layer(self, module: nn.Module, args: Any) -> None:
+    def note_layer(self, module: nn.Module, args: Any) -> None:
         """How long a sequence is whose first dimension is time, or that is read cell by cell."""
         if isinstance(module, nn.RNNCellBase):
             self.cells += 1
             self._note(TIME, "", length=self.cells)
-        in_time = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first
-        if in_time and args and isinstance(args[0], Tensor) and args[0].dim() == 3:
+        by_time = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first
+        if by_time and args and isinstance(args[0], Tensor) and args[0].dim() == 3:
             self._note(TIME, "", length=len(args[0]))
 
-    def _note(self, what: str, key: str, **of: Any) -> None:
-        self.seen.append({"what": what, "key": key, "place": place(), **of})
+    def _note(self, kind: str, key: str, **values: Any) -> None:
+        self.notes.append({"kind": kind, "key": key, "place": place(), **values})
 
 
-def parted(ours: Iterable[Seen], theirs: Iterable[Seen]) -> Doubt | None:
-    """Where samples are not the same in two runs; None if all are.
-
-    `ours` is what all ranks saw, `theirs` what the other run saw.
-    """
-    ours, theirs = list(ours), list(theirs)
-    found = _weights(ours, theirs) or _models(ours, theirs)
-    return found or _times(ours, theirs) or _losses(ours, theirs)
+def _strided(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if type(tensor) is Tensor and not tensor.is_meta]
 
 
-def other_numbers(ours: Iterable[Seen], theirs: Iterable[Seen]) -> str:
-    """The first reduced numbers that are not the same in two runs of one process; or empty."""
-    pairs = zip(_of(ours, NUMBERS, ""), _of(theirs, NUMBERS, ""), strict=False)
-    for one, other in pairs:
-        a, b = one["values"], other["values"]
+def doubt_between(ranks: Side, run: Side) -> Doubt | None:
+    """Where samples are not the same for all `ranks` and in another run; None if all are."""
+    doubt = _weights(ranks, run) or _models(ranks, run)
+    return doubt or _times(ranks, run) or _losses(ranks, run)
+
+
+def line_of_other_numbers(ranks: Side, run: Side) -> str:
+    """The first reduced numbers that are not the same in two runs, in a sentence; or empty."""
+    pairs = zip(_select(ranks, NUMBERS), _select(run, NUMBERS), strict=False)
+    for numbers, other in pairs:
+        a, b = numbers["values"], other["values"]
         if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-4, equal_nan=True):
             first, second = (", ".join(f"{v:.5g}" for v in x[:4].tolist()) for x in (a, b))
-            return f"At {one['place']}, the ranks reduced to {first}, and one process to {second}."
+            line = numbers["place"]
+            return f"At {line}, the ranks reduced to {first}, and one process to {second}."
     return ""
 
 
-def same_totals(ours: Iterable[Seen], theirs: Iterable[Seen]) -> bool:
+def same_totals(left: Side, right: Side) -> bool:
     """Whether the counts that were reduced at a line in two steps add up to the same numbers."""
     sums: list[dict[tuple[str, int], Tensor]] = [{}, {}]
-    for total, seen in zip(sums, (ours, theirs), strict=True):
-        for one in _of(seen, NUMBERS, ""):
-            values, key = one["values"], (one["place"], len(one["values"]))
+    for total, premises in zip(sums, (left, right), strict=True):
+        for numbers in _select(premises, NUMBERS):
+            values, key = numbers["values"], (numbers["place"], len(numbers["values"]))
             if torch.equal(values, values.round()):
                 total[key] = total.get(key, torch.zeros(len(values))) + values
     return all(torch.equal(sums[0][key], sums[1][key]) for key in sums[0].keys() & sums[1].keys())
 
 
-def _of(seen: Iterable[Seen], what: str, key: str | None = None) -> list[Seen]:
-    return [one for one in seen if one["what"] == what and key in (None, one["key"])]
+def _select(premises: Side, kind: str, key: str | None = None) -> list[Premise]:
+    return [p for p in premises if p["kind"] == kind and key in (None, p["key"])]
 
 
-def _weights(ours: list[Seen], theirs: list[Seen]) -> Doubt | None:
+def _keys(premises: Side, kind: str) -> list[str]:
+    return list(dict.fromkeys(premise["key"] for premise in _select(premises, kind)))
+
+
+def _values(premises: Side, kind: str, key: str, name: str) -> list[Any]:
+    return [premise[name] for premise in _select(premises, kind, key)]
+
+
+def _model_of(key: str) -> str:
+    """The first trained parameter of the model that got an input."""
+    return key.split("/")[0]
+
+
+def _weights(ranks: Side, run: Side) -> Doubt | None:
     """The first call of a model whose weights are not the same everywhere."""
-    for call in _of(theirs, WEIGHTS):
-        others = [other["weights"] for other in _of(ours, WEIGHTS, call["key"])]
+    for call in _select(run, WEIGHTS):
+        others = _values(ranks, WEIGHTS, call["key"], "weights")
         if not any(math.isclose(call["weights"], other, rel_tol=1e-6) for other in others):
             return Doubt(
                 f"At {call['place']}, the model has other weights than on the ranks: the step "
                 "moves them before this pass, each rank by its own gradient, so one process is no "
                 "reference.",
-                violated=True,
+                is_violated=True,
             )
     return None
 
 
-def _models(ours: list[Seen], theirs: list[Seen]) -> Doubt | None:
+def _models(ranks: Side, run: Side) -> Doubt | None:
     """The first call of a model that was given other rows. A wrapper may be given more tensors."""
-    calls = _of(ours, MODEL)
+    calls = _select(ranks, MODEL)
     if not calls:
-        if _same_outputs(ours, theirs):
+        if _same_outputs(ranks, run):
             return None
         return Doubt("No call of a model with the optimizer's parameters was seen.")
-    keys = dict.fromkeys(call["key"] for call in calls)
-    for key in dict.fromkeys(call["key"] for call in _of(theirs, MODEL)):
-        model = key.split("/")[0]
-        got = [call["rows"] for call in _of(theirs, MODEL, key)]
-        of_model = [k for k in keys if k.split("/")[0] == model]
-        if any(same_rows([s["rows"] for s in _of(ours, MODEL, k)], got) for k in of_model):
-            continue
-        where = _of(theirs, MODEL, key)[0]["place"]
-        why = f"At {where}, the model does not get the samples that it gets on the ranks."
-        return Doubt(why, violated=True, of_samples=True)
-    for model in dict.fromkeys(key.split("/")[0] for key in keys):
-        apart = _inputs_apart([_inputs(side, model) for side in (ours, theirs)])
-        if apart or _ragged_apart(ours, theirs, model):
-            where = next(call["place"] for call in theirs if call["key"].startswith(f"{model}/"))
-            why = f"At {where}, the model gets the rows of one input with other rows of another "
-            return Doubt(f"{why}than on the ranks.", violated=True, of_samples=True)
-    missing = {key.split("/")[0] for key in keys}
-    if missing - {call["key"].split("/")[0] for call in _of(theirs, MODEL)}:
+    keys = _keys(ranks, MODEL)
+    for key in _keys(run, MODEL):
+        rows = _values(run, MODEL, key, "rows")
+        model_keys = [k for k in keys if _model_of(k) == _model_of(key)]
+        if not any(same_rows(_values(ranks, MODEL, k, "rows"), rows) for k in model_keys):
+            line = _select(run, MODEL, key)[0]["place"]
+            why = f"At {line}, the model does not get the samples that it gets on the ranks."
+            return Doubt(why, is_violated=True, about_samples=True)
+    models = dict.fromkeys(map(_model_of, keys))
+    for model in models:
+        sides = [_inputs(side, model) for side in (ranks, run)]
+        if _inputs_apart(sides) or _ragged_apart(ranks, run, model):
+            line = next(call["place"] for call in run if call["key"].startswith(f"{model}/"))
+            why = f"At {line}, the model gets the rows of one input with other rows of another "
+            return Doubt(f"{why}than on the ranks.", is_violated=True, about_samples=True)
+    if models.keys() - set(map(_model_of, _keys(run, MODEL))):
         return Doubt(f"The call of the model at {calls[0]['place']} was not seen in both runs.")
     return None
 
 
-def _same_outputs(ours: list[Seen], theirs: list[Seen]) -> bool:
+def _same_outputs(ranks: Side, run: Side) -> bool:
     """Whether losses show that outputs are the same, where the script calls no module."""
-    keys = {loss["key"] for loss in _of(ours, LOSS)}
-    sides = [[_of(side, LOSS, key) for key in sorted(keys)] for side in (ours, theirs)]
+    keys = _keys(ranks, LOSS)
+    sides = [[_values(side, LOSS, key, "out") for key in keys] for side in (ranks, run)]
     return bool(keys) and all(
-        bool(others)
-        and _same_values(
-            torch.cat([a["out"] for a in losses]), torch.cat([b["out"] for b in others])
-        )
-        for losses, others in zip(*sides, strict=True)
+        bool(outs) and _same_values(torch.cat(others), torch.cat(outs))
+        for others, outs in zip(*sides, strict=True)
     )
 
 
-def _inputs(seen: list[Seen], model: str) -> list[list[Tensor]]:
+def _inputs(premises: Side, model: str) -> list[list[Tensor]]:
     """What each input of a model was in each of its calls; those with one row per sample."""
-    of_model = [one for one in _of(seen, MODEL) if one["key"].split("/")[0] == model]
-    keys = dict.fromkeys(one["key"] for one in of_model)
-    calls = [[one["rows"] for one in _of(of_model, MODEL, key)] for key in keys]
-    return [one for one in calls if list(map(len, one)) == list(map(len, calls[0]))]
+    keys = [key for key in _keys(premises, MODEL) if _model_of(key) == model]
+    calls = [_values(premises, MODEL, key, "rows") for key in keys]
+    return [call for call in calls if list(map(len, call)) == list(map(len, calls[0]))]
 
 
-def _ragged_apart(ours: list[Seen], theirs: list[Seen], model: str) -> bool:
+def _ragged_apart(ranks: Side, run: Side, model: str) -> bool:
     """Whether an input with several rows per sample is in another order than one with one row.
 
     As of the values of a ragged batch, when its lengths are in the order of the ranks.
     """
-    in_order: dict[bool, list[bool]] = {True: [], False: []}
+    orders: dict[bool, list[bool]] = {True: [], False: []}  # by whether it has a row per sample
     lengths = None
-    for key in dict.fromkeys(one["key"] for one in _of(ours, MODEL)):
-        sides = [[one["rows"] for one in _of(side, MODEL, key)] for side in (ours, theirs)]
-        if key.split("/")[0] == model and all(sides) and sides[0][0].dtype == sides[1][0].dtype:
-            its = list(map(len, sides[0]))
-            lengths = lengths or its
-            shapes = {one.shape[1:] for side in sides for one in side}
+    for key in _keys(ranks, MODEL):
+        sides = [_values(side, MODEL, key, "rows") for side in (ranks, run)]
+        if _model_of(key) == model and all(sides) and sides[0][0].dtype == sides[1][0].dtype:
+            counts = list(map(len, sides[0]))
+            lengths = lengths or counts
+            shapes = {rows.shape[1:] for side in sides for rows in side}
             same = len(shapes) == 1 and torch.equal(torch.cat(sides[0]), torch.cat(sides[1]))
-            in_order[its == lengths].append(same)
-    return any(in_order[True]) and not all(in_order[False])
+            orders[counts == lengths].append(same)
+    return any(orders[True]) and not all(orders[False])
 
 
 def _inputs_apart(sides: list[list[list[Tensor]]]) -> bool:
@@ -237,155 +246,152 @@ def _inputs_apart(sides: list[list[list[Tensor]]]) -> bool:
         return False
     for front in (True, False):
         sums: list[Any] = [0.0, 0.0]
-        for at, (ours, theirs) in enumerate(zip(*sides, strict=True)):
-            if len({(one.dim(), one.dtype) for one in (*ours, *theirs)}) != 1:
+        for at, (ranks, run) in enumerate(zip(*sides, strict=True)):
+            tensors = [*ranks, *run]
+            if len({(rows.dim(), rows.dtype) for rows in tensors}) != 1:
                 return False
-            cropped = _cropped([*ours, *theirs], 0, front)
-            parts = [_projected(one) for one in cropped]
-            if all(torch.equal(one, torch.arange(len(one)).double()) for one in parts):
+            numbers = [_projection(rows) for rows in _crop(tensors, 0, front)]
+            if all(map(_is_count, numbers)):
                 continue
-            size = float(torch.cat(parts).square().mean().sqrt()) or 1.0
-            both = (torch.cat(parts[: len(ours)]), torch.cat(parts[len(ours) :]))
-            sums = [s + math.e**at * one / size for s, one in zip(sums, both, strict=True)]
+            size = _size(torch.cat(numbers))
+            both = (torch.cat(numbers[: len(ranks)]), torch.cat(numbers[len(ranks) :]))
+            sums = [s + math.e**at * row / size for s, row in zip(sums, both, strict=True)]
         if not isinstance(sums[0], Tensor) or _same_values(*sums):
             return False
     return True
 
 
-def _times(ours: list[Seen], theirs: list[Seen]) -> Doubt | None:
+def _times(ranks: Side, run: Side) -> Doubt | None:
     """The first layer that gets longer sequences: samples were joined along time."""
-    longest = max((layer["length"] for layer in _of(ours, TIME)), default=0)
-    for layer in _of(theirs, TIME):
-        if layer["length"] > longest:
+    limit = max((layer["length"] for layer in _select(ranks, TIME)), default=0)
+    for layer in _select(run, TIME):
+        if layer["length"] > limit:
             return Doubt(
                 f"At {layer['place']}, a layer's sequences are longer than on the ranks: its "
                 "samples are along the second dimension. Take them from a DataLoader, or use "
                 "batch_first.",
-                violated=True,
+                is_violated=True,
             )
     return None
 
 
-def _losses(ours: list[Seen], theirs: list[Seen]) -> Doubt | None:
+def _losses(ranks: Side, run: Side) -> Doubt | None:
     """The first loss whose targets have come apart from its outputs."""
-    for key in dict.fromkeys(loss["key"] for loss in _of(ours, LOSS)):
-        sides = [_of(ours, LOSS, key), _of(theirs, LOSS, key)]
-        if len({tuple(loss["columns"]) for side in sides for loss in side}) != 1 or not sides[1]:
+    for key in _keys(ranks, LOSS):
+        sides = [_select(ranks, LOSS, key), _select(run, LOSS, key)]
+        columns = {tuple(loss["columns"]) for side in sides for loss in side}
+        if len(columns) != 1 or not sides[1]:
             continue
-        every, kept = ([_pairs(side, only_kept) for side in sides] for only_kept in (False, True))
-        if _apart(every[0], every[1]) or _apart(kept[0], kept[1]):
+        if any(_targets_apart(*(_pairs(side, only) for side in sides)) for only in (False, True)):
             why = f"At {sides[1][0]['place']}, the targets are not with the outputs that they are "
-            return Doubt(f"{why}with on the ranks.", violated=True, of_samples=True)
+            return Doubt(f"{why}with on the ranks.", is_violated=True, about_samples=True)
     return None
 
 
-def _pairs(calls: list[Seen], only_kept: bool) -> tuple[Tensor, Tensor]:
+def _pairs(losses: Side, only_counted: bool) -> tuple[Tensor, Tensor]:
     """Outputs and targets of some calls; without those that the loss ignores, or with them."""
-    out, target, kept = (torch.cat([one[n] for one in calls]) for n in ("out", "target", "kept"))
-    return (out[kept], target[kept]) if only_kept else (out, target)
+    names = ("out", "target", "counts")
+    out, target, counts = (torch.cat([loss[name] for loss in losses]) for name in names)
+    return (out[counts], target[counts]) if only_counted else (out, target)
 
 
-def _apart(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
+def _targets_apart(ranks: tuple[Tensor, Tensor], run: tuple[Tensor, Tensor]) -> bool:
     """Whether the outputs are the same, but not the targets that they are with.
 
     Targets that count 0, 1, 2, … are positions in a batch, which one process makes by itself.
     """
-    (out, target), (other, wanted) = ours, theirs
-    if torch.equal(wanted, torch.arange(len(wanted)).double()) or not _same_values(out, other):
+    if _is_count(run[1]) or not _same_values(ranks[0], run[0]):
         return False
-    size = float(out.square().mean().sqrt()) or 1.0
-    width = float(target.square().mean().sqrt()) or 1.0
-    sums = [one / size + math.e * its / width for one, its in (ours, theirs)]
+    sizes = [_size(numbers) for numbers in ranks]
+    sums = [out / sizes[0] + math.e * target / sizes[1] for out, target in (ranks, run)]
     return not _same_values(sums[0], sums[1])
 
 
-def other_counts(ours: Iterable[Seen], theirs: Iterable[Seen], world: int, shared: bool) -> str:
+def other_counts(rank: Side, run: Side, world: int, same_samples: bool) -> str:
     """The first counts that a rank and one process reduced to other numbers.
 
     One process reduces a 1 to 1, as it has one rank; and of an average of counts it gets W times.
     `shared`: the ranks have the same samples, which their sum counts W times.
     """
-    ours, theirs = _of(ours, NUMBERS, ""), _of(theirs, NUMBERS, "")
-    if len(ours) != len(theirs):
+    sides = _select(rank, NUMBERS), _select(run, NUMBERS)
+    if len(sides[0]) != len(sides[1]):
         return ""
-    for one, other in zip(ours, theirs, strict=True):
-        a, b = one["values"], other["values"]
-        whole = bool((a == a.round()).all() and (b == b.round()).all())
-        ranks = torch.equal(a, b * world) and (shared or bool((b <= 1).all()))
-        if whole and not (ranks or torch.equal(a, b) or torch.equal(a * world, b)):
-            return other_numbers([one], [other])
+    for numbers, other in zip(*sides, strict=True):
+        a, b = numbers["values"], other["values"]
+        is_whole = bool((a == a.round()).all() and (b == b.round()).all())
+        counts_ranks = torch.equal(a, b * world) and (same_samples or bool((b <= 1).all()))
+        if is_whole and not (counts_ranks or torch.equal(a, b) or torch.equal(a * world, b)):
+            return line_of_other_numbers([numbers], [other])
     return ""
 
 
-def other_outputs(ours: Iterable[Seen], theirs: Iterable[Seen]) -> str:
+def line_of_other_outputs(left: Side, right: Side) -> str:
     """The line of the first model or loss that computed other numbers in two runs of the same
     samples, in whatever order; or empty. A gradient of other samples may explain it, and padding.
     """
-    ours, theirs = list(ours), list(theirs)
-    keys = dict.fromkeys((one["what"], one["key"]) for one in ours if one["what"] in (OUTPUT, LOSS))
-    for key in keys:
-        sides = [_of(side, *key) for side in (ours, theirs)]
-        first, second = (torch.cat([o["out"] for o in s] or [torch.zeros(0)]) for s in sides)
-        padded = len({tuple(one["columns"]) for side in sides for one in side}) > 1
-        if len(first) == len(second) and not padded:
-            distance = (first.sort().values - second.sort().values).norm()
-            if bool(distance > TOLERANCE * second.norm()):
-                return str(sides[0][0]["place"])
+    for kind in (OUTPUT, LOSS):
+        for key in _keys(left, kind):
+            sides = [_select(side, kind, key) for side in (left, right)]
+            a, b = (torch.cat([o["out"] for o in side] or [torch.zeros(0)]) for side in sides)
+            columns = {tuple(premise["columns"]) for side in sides for premise in side}
+            if len(a) == len(b) and len(columns) == 1:
+                distance = (a.sort().values - b.sort().values).norm()
+                if bool(distance > TOLERANCE * b.norm()):
+                    return str(sides[0][0]["place"])
     return ""
 
 
-def same_rows(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+def same_rows(left: Rows, right: Rows) -> bool:
     """Whether both hold the same rows in any order, along the first or the second dimension.
 
     Longer rows may go on with padding, at the end or at the beginning. Equal constants are the
     same, however often they are there.
     """
-    every = [*ours, *theirs]
-    if not theirs or len({one.dim() for one in every}) != 1 or len({t.dtype for t in every}) != 1:
+    tensors = [*left, *right]
+    if not right or len({(rows.dim(), rows.dtype) for rows in tensors}) != 1:
         return False
     for front in (True, False):
-        for dim in range(min(2, every[0].dim())):
-            cropped = _cropped(every, dim, front)
-            lengths = cropped[0].shape
+        for dim in range(min(2, tensors[0].dim())):
+            crops = _crop(tensors, dim, front)
+            lengths = crops[0].shape
             # What rows of several lengths have beyond the shortest is no padding.
-            ragged = {d for d in range(1, len(lengths)) if len({t.shape[d] for t in ours}) > 1}
-            equal = set(range(len(lengths))) - ragged - {dim}
-            if not all(_only_padding_left(t, lengths[d], d, front) for t in every for d in equal):
+            ragged_dims = {d for d in range(1, len(lengths)) if len({t.shape[d] for t in left}) > 1}
+            dims = set(range(len(lengths))) - ragged_dims - {dim}
+            if not all(_only_padding_left(t, lengths[d], d, front) for t in tensors for d in dims):
                 continue  # rows are samples here, and these are fewer
-            a, b = cropped[: len(ours)], cropped[len(ours) :]
-            first, *others = cropped
-            if all(one.shape == first.shape and torch.equal(one, first) for one in others):
+            first, *others = crops
+            if all(rows.shape == first.shape and torch.equal(rows, first) for rows in others):
                 return True
-            first, second = (
-                torch.cat([_projected(t.transpose(0, dim)) for t in side]) for side in (a, b)
-            )
-            if _same_values(first, second, every[0].dtype):
+            numbers = [_projection(rows.transpose(0, dim)) for rows in crops]
+            both = torch.cat(numbers[: len(left)]), torch.cat(numbers[len(left) :])
+            if _same_values(*both, first.dtype):
                 return True
     return False
 
 
-def _cropped(tensors: Sequence[Tensor], dim: int, front: bool) -> list[Tensor]:
+def _crop(tensors: Rows, dim: int, front: bool) -> list[Tensor]:
     """All as long as the shortest, in each dimension but `dim`."""
-    out = [one.nan_to_num() if one.is_floating_point() else one for one in tensors]
+    out = [rows.nan_to_num() if rows.is_floating_point() else rows for rows in tensors]
     for other in range(tensors[0].dim()):
         if other != dim:
-            length = min(one.shape[other] for one in tensors)
+            length = min(rows.shape[other] for rows in tensors)
             out = [t.narrow(other, 0 if front else t.shape[other] - length, length) for t in out]
     return out
 
 
 def _only_padding_left(tensor: Tensor, length: int, dim: int, front: bool) -> bool:
     """Whether all that is beyond a length in a dimension holds one and the same value."""
-    rest = tensor.narrow(dim, length if front else 0, tensor.shape[dim] - length).nan_to_num()
-    return not rest.numel() or bool((rest == rest.flatten()[0]).all())
+    margin = tensor.narrow(dim, length if front else 0, tensor.shape[dim] - length).nan_to_num()
+    return not margin.numel() or bool((margin == margin.flatten()[0]).all())
 
 
-def _projected(tensor: Tensor) -> Tensor:
+def _projection(tensor: Tensor) -> Tensor:
     """A number for each row; rows that differ have different ones."""
-    rows = tensor.detach().cpu().double().nan_to_num().flatten(1) if tensor.dim() > 1 else None
-    if rows is None:
-        return tensor.detach().cpu().double().nan_to_num()
-    return rows @ _noise(rows.shape[1])
+    rows = tensor.detach().cpu().double().nan_to_num()
+    if rows.dim() < 2:
+        return rows
+    flat = rows.flatten(1)
+    return flat @ _noise(flat.shape[1])
 
 
 def _noise(width: int) -> Tensor:
@@ -394,12 +400,21 @@ def _noise(width: int) -> Tensor:
     return torch.randn(width, generator=generator, dtype=torch.float64, device="cpu")
 
 
-def _same_values(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+def _is_count(numbers: Tensor) -> bool:
+    return torch.equal(numbers, torch.arange(len(numbers)).double())
+
+
+def _size(numbers: Tensor) -> float:
+    """The root of the mean square; 1 if that is zero."""
+    return float(numbers.square().mean().sqrt()) or 1.0
+
+
+def _same_values(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether both hold the same numbers in any order, up to rounding."""
-    if len(ours) != len(theirs):
+    if len(left) != len(right):
         return False
-    ours, theirs = ours.sort().values, theirs.sort().values
-    exact = not dtype.is_floating_point
-    step = 1e-9 if exact else (64 if dtype.itemsize >= 4 else 4) * torch.finfo(dtype).eps
-    size = float(ours.square().mean().sqrt()) if len(ours) else 0.0
-    return not bool(((ours - theirs).abs() > step * (size + 1e-30)).any())
+    left, right = left.sort().values, right.sort().values
+    is_exact = not dtype.is_floating_point
+    step = 1e-9 if is_exact else (64 if dtype.itemsize >= 4 else 4) * torch.finfo(dtype).eps
+    size = float(left.square().mean().sqrt()) if len(left) else 0.0
+    return not bool(((left - right).abs() > step * (size + 1e-30)).any())

@@ -1,26 +1,115 @@
-"""Certify a script: start it as ranks and as one process, compare, and say what was measured."""
+"""Certify a script: start it as ranks and as one process, compare, and say what was measured.
+
+This process has to be one that can be forked. `certify` starts one, whatever is loaded here.
+"""
 
 import contextlib
+import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ddp_doctor.certificate.guard import FOLDER, guard, guarded_folder
+from ddp_doctor.certificate.guard import ENDED, FOLDER, VARIABLE, guard, guarded_folder, report
 from ddp_doctor.certificate.plan import AT_MOST, NEEDS_RANKS, TURNS, WORLD, Part
-from ddp_doctor.certificate.starts import LAUNCHED, OwnRanksError, Start, all_launched
+from ddp_doctor.certificate.starts import (
+    LAUNCHER,
+    OwnRanksError,
+    Start,
+    doctor_paths,
+    error_in,
+    launch,
+)
+from ddp_doctor.facts.certificate import Certificate
 from ddp_doctor.options import FOUND, LEVELS, UNCHECKED, say
 from ddp_doctor.run.folders import own_folder
 
 if TYPE_CHECKING:
-    from ddp_doctor.facts.certificate import Certificate
     from ddp_doctor.options import Options
     from ddp_doctor.report.report import Report
 
 CUT = f"The rules' run ends after {AT_MOST} steps per optimizer: they say nothing of later ones."
+RESULT = "result.json"  # the certificate, and the report that explains it; or what is wrong
+
+
+def certify(
+    script: str | Path, *arguments: str, ranks: int | None = None, cpu: bool = False
+) -> Certificate:
+    """Measure whether `ranks` processes of a script compute the gradient that one process computes.
+
+    Usually starts the script twice: as ranks for at most 16 steps of each optimizer, and as one
+    process that gets all their samples, for five. Either may need another start. `ranks`: 2 if the
+    script expects a launcher; a script that starts its own ranks decides. `cpu`: run a script that
+    was written for GPUs on CPU ranks. Nothing that the script does later happens. Raises
+    FileNotFoundError if there is no such script, ValueError for less than one rank or for `ranks`
+    of a script that starts its own, and RuntimeError if the doctor fails. Cost: a new interpreter,
+    two to six starts in forks of it, and on disk a copy of the gradients per step.
+    """
+    if not Path(script).is_file():
+        raise FileNotFoundError(f"there is no script {str(script)!r} here ({Path.cwd()}).")
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"ranks is {ranks}: pass 1 or more.")
+    return certify_apart([str(script), *arguments], ranks, cpu)[0]
+
+
+def certify_apart(
+    command: Sequence[str], ranks: int | None, cpu: bool, explain: bool = False
+) -> tuple[Certificate, str]:
+    """The certificate of a script, and the rules' report as text.
+
+    The report is made if `explain`, and only if the ranks are not equal: for it, the script starts
+    once more. Raises ValueError if the script starts its own ranks, and RuntimeError if the doctor
+    fails.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    environment |= doctor_paths() | {VARIABLE: str(guard().writes)}
+    with guarded_folder() as folder:
+        task = json.dumps([ranks, cpu, explain, *command])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ddp_doctor.certificate.program", str(folder), task],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+            pass_fds=(guard().writes,),
+        )
+        try:
+            errors = process.communicate()[1]
+        finally:
+            process.kill()
+            process.wait()
+            guard().tell(ENDED, process.pid)
+        result = folder / RESULT
+        if not result.exists():
+            raise RuntimeError(f"The doctor failed: {error_in(errors)}.")
+        certificate, text, error = json.loads(result.read_text())
+    if error:
+        raise ValueError(error)
+    return Certificate.of_json(certificate), text
+
+
+def main(name: str, task: str) -> None:
+    """Certify, and write the result to a folder."""
+    report()
+    folder, (ranks, cpu, explain, *command) = Path(name), json.loads(task)
+    result: list[Any] = [None, "", ""]
+    try:
+        certificate = measure(command, folder, ranks, cpu)
+        assert certificate is not None
+        if explain and certificate.verdict in ("scaled", "different"):
+            report_ = report_with_rules(command, folder, certificate, ranks, cpu)
+            result[1] = report_.as_text(80) if report_.run.ranks else ""
+        result[0] = certificate.as_json()
+    except OwnRanksError as error:
+        result[2] = str(error)
+    (folder / RESULT).write_text(json.dumps(result))
 
 
 @contextlib.contextmanager
@@ -49,59 +138,59 @@ def common_folder() -> Iterator[Path]:
 
 def measure(
     command: Sequence[str], folder: Path, ranks: int | None, cpu: bool
-) -> "Certificate | None":
+) -> Certificate | None:
     """Start the script as often as needed; None on a rank that is not the first."""
-    alone = dict.fromkeys(LAUNCHED, "")
+    no_launcher = dict.fromkeys(LAUNCHER, "")
     rank = os.environ.get("RANK")
     part = Part(str(folder), "ranks", cpu)
     if rank is not None or ranks is None:
-        failed = Start(part, command, [alone if rank is None else {}]).wait()
+        failure = Start(part, command, [no_launcher if rank is None else {}]).wait()
     if rank not in (None, "0"):
         return None
     if ranks is None and part.path(NEEDS_RANKS).exists():
         ranks = 2
     by_launcher = rank is not None or ranks is not None
     if rank is None and ranks is not None:
-        failed = Start(part, command, all_launched(ranks)).wait()
+        failure = Start(part, command, launch(ranks)).wait()
     if part.path(TURNS).exists():
         world = int(part.path(WORLD).read_text())
         part = replace(part, turns=int(part.path(TURNS).read_text()))
-        failed = Start(part, command, all_launched(world) if by_launcher else [alone]).wait()
-    one, failed_one = replace(part, kind="one"), ""
+        failure = Start(part, command, launch(world) if by_launcher else [no_launcher]).wait()
+    one, failure_of_one = replace(part, kind="one"), ""
     if part.path(WORLD).exists() and part.path(WORLD).read_text() != "1":
-        environment = all_launched(1)[0] if by_launcher else alone
-        one, failed_one = _measure_one(one, command, environment)
+        environment = launch(1)[0] if by_launcher else no_launcher
+        one, failure_of_one = _measure_one(one, command, environment)
     from ddp_doctor.certificate.verdict import judge  # with torch, which a fork must not find
 
-    return judge(part, one, failed, failed_one)
+    return judge(part, one, failure, failure_of_one)
 
 
 def _measure_one(
     part: Part, command: Sequence[str], environment: dict[str, str]
 ) -> tuple[Part, str]:
     """Start the script as one process, and again where it needs another start; how it failed."""
-    failed = Start(part, command, [environment]).wait()
-    from ddp_doctor.certificate.verdict import has_nothing_of, makes_all_passes
+    failure = Start(part, command, [environment]).wait()
+    from ddp_doctor.certificate.evidence import lacks_samples, makes_all_passes
 
     for _ in range(2):
-        if not part.spread and makes_all_passes(part):
-            again = replace(part, spread=True)
-        elif not part.late and has_nothing_of(part, failed):
+        if not part.all_passes and makes_all_passes(part):
+            part = replace(part, all_passes=True)
+        elif not part.at_model and lacks_samples(part, failure):
             # A script may expect one rank's batch where samples are made, but not in the model:
             # one process gets its samples where the ranks' models get them.
-            again = replace(part, late=True)
+            part = replace(part, at_model=True)
         else:
             break
         shutil.rmtree(part.path(""))
-        error = Start(again, command, [environment]).wait()
-        part, failed = again, error and (failed or error)
-    return part, failed
+        error = Start(part, command, [environment]).wait()
+        failure = error and (failure or error)
+    return part, failure
 
 
 def report_with_rules(
     command: Sequence[str],
     folder: Path,
-    certificate: "Certificate",
+    certificate: Certificate,
     ranks: int | None,
     cpu: bool,
 ) -> "Report":
@@ -116,9 +205,9 @@ def report_with_rules(
     part = Part(str(folder), "observed", cpu, world=world)
     part.journals.mkdir(parents=True)
     if is_launched(folder, ranks):
-        Start(part, command, all_launched(world)).wait()
+        Start(part, command, launch(world)).wait()
     else:
-        Start(part, command, [dict.fromkeys(LAUNCHED, "")]).wait()
+        Start(part, command, [dict.fromkeys(LAUNCHER, "")]).wait()
     statuses = [journal.status for journal in read_statuses(part.journals)]
     if any(status is not None and status.steps >= AT_MOST for status in statuses):
         certificate.notes.append(CUT)
@@ -164,9 +253,13 @@ def keep_output(folder: Path, kept: Path) -> None:
             shutil.copytree(output, kept / "output" / output.parent.name, dirs_exist_ok=True)
 
 
-def exit_code(certificate: "Certificate", worst: str | None, fail_on: str | None) -> int:
+def exit_code(certificate: Certificate, worst: str | None, fail_on: str | None) -> int:
     """The script's, unless `fail_on` asks for the verdict. `worst`: the worst finding of a rule."""
     if not fail_on:
         return int(bool(certificate.error))
     found = FOUND if worst in LEVELS[fail_on] else 0
     return {"equal": found, "not judged": UNCHECKED}.get(certificate.verdict, FOUND)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

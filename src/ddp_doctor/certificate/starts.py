@@ -12,27 +12,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_doctor.certificate import forks
-from ddp_doctor.certificate.guard import ENDED, VARIABLE, end_session, guard, temporary
+from ddp_doctor.certificate.guard import ENDED, VARIABLE, end_session, guard, temporary_folder
 from ddp_doctor.certificate.plan import STARTS_RANKS, Part
 from ddp_doctor.facts.places import is_users
 from ddp_doctor.options import say
 from ddp_doctor.run.folders import SITE
 
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 LIMIT = 600.0  # seconds for one start of the script
 AFTER_FAILURE = 5.0  # seconds for the other ranks, once one has failed
 AFTER_PLAN = 1.0  # seconds for what has started the ranks, once they have left
 WORD = 20.0  # seconds after which a start says what it waits for, and again
-STARTING = {
-    "ranks": "the script's ranks",
-    "one": "one process of the script",
-    "observed": "the script's ranks, which the rules observe",
-}
 ERROR = re.compile(
     r"(The doctor failed: )?[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b"
 )  # a traceback's last line
 FOLLOWS = re.compile(r"\b(ChildFailedError|ProcessRaisedException)\b|closed by peer|reset by peer")
-_RESERVED: list[socket.socket] = []  # an open one keeps its port
+_HOLDERS: list[socket.socket] = []  # each keeps its port while it is open
 
 
 class OwnRanksError(ValueError):
@@ -58,7 +53,7 @@ class Start:
 
     def process(self, command: Sequence[str], environment: dict[str, str], output: Path) -> Child:
         """Start one process: a fork of this one, where that is possible."""
-        if forks.possible():
+        if forks.can_fork():
             return forks.Fork(command, output, environment)
         with open(output, "wb") as file:
             return subprocess.Popen(
@@ -71,11 +66,11 @@ class Start:
                 pass_fds=(guard().writes,),
             )
 
-    def environment(self, given: dict[str, str]) -> dict[str, str]:
+    def environment(self, launcher: dict[str, str]) -> dict[str, str]:
         """This process's environment with what is needed; an empty value removes a variable."""
-        every = os.environ | given | self.part.environment() | observed_paths()
-        every |= temporary(Path(self.part.folder)) | {VARIABLE: str(guard().writes)}
-        return {name: value for name, value in every.items() if value != ""}
+        variables = os.environ | launcher | self.part.environment() | doctor_paths()
+        variables |= temporary_folder(Path(self.part.folder)) | {VARIABLE: str(guard().writes)}
+        return {name: value for name, value in variables.items() if value != ""}
 
     def wait(self) -> str:
         """Wait for all; once one fails, five seconds more. Returns how the first one failed.
@@ -83,24 +78,24 @@ class Start:
         Once all ranks have left, what they were started by is not waited for.
         """
         try:
-            failed, done = self._watched()
-            late = [at for at, process in enumerate(self.processes) if process.poll() is None]
-            where = self._waiting(late) if failed is None and late and not done else ""
+            failed, done = self._watch()
+            running = [at for at, process in enumerate(self.processes) if process.poll() is None]
+            where = self._places(running) if failed is None and running and not done else ""
         finally:
             self._kill()
-        if failed is None and not done:  # what was late has been killed here
-            ended = [at for at in range(len(self.processes)) if at not in late]
+        if failed is None and not done:  # what ran on has been killed here
+            ended = [at for at in range(len(self.processes)) if at not in running]
             failed = next((at for at in ended if self.processes[at].returncode), None)
         if failed is not None:
             code = self.processes[failed].returncode or 0
-            killed = f" (it was ended by {signal.Signals(-code).name})" if code < 0 else ""
-            return said(self._output(failed)) + killed
-        return f"it did not end within {LIMIT:g} s{where}" if late and not done else ""
+            signal_ = f" (it was ended by {signal.Signals(-code).name})" if code < 0 else ""
+            return error_in(self._output(failed)) + signal_
+        return f"it did not end within {LIMIT:g} s{where}" if running and not done else ""
 
-    def _watched(self) -> tuple[int | None, bool]:
+    def _watch(self) -> tuple[int | None, bool]:
         """The first process that failed, and whether the ranks did all that is wanted of them."""
         began = time.monotonic()
-        until, word = began + LIMIT, began + WORD
+        deadline, report = began + LIMIT, began + WORD
         failed, done = None, False
         while any(process.poll() is None for process in self.processes):
             codes = [process.poll() for process in self.processes]
@@ -108,22 +103,22 @@ class Start:
             if self.part.path(STARTS_RANKS).exists():
                 raise OwnRanksError("the script starts its own ranks: leave out --ranks, torchrun.")
             if not done and self.part.is_done():
-                done, until = True, min(until, now + AFTER_PLAN)
+                done, deadline = True, min(deadline, now + AFTER_PLAN)
             if failed is None and not done and any(codes):
-                until = min(until, now + AFTER_FAILURE)
-                if self.part.has_left():  # a rank that was behind, as under Join, has lost it
+                deadline = min(deadline, now + AFTER_FAILURE)
+                if self.part.departures():  # a rank that was behind, as under Join, has lost it
                     done = True
                 else:
                     failed = next(at for at, code in enumerate(codes) if code)
-            if now > until:
+            if now > deadline:
                 break
-            if now > word:
-                word += WORD
-                late = [at for at, code in enumerate(codes) if code is None]
-                who = STARTING[self.part.kind]
-                say(f"waiting for {who}, {now - began:.0f} s so far{self._waiting(late)}.")
+            if now > report:
+                report += WORD
+                running = [at for at, code in enumerate(codes) if code is None]
+                name = "one process of the script" if self.part.is_one else "the script's ranks"
+                say(f"waiting for {name}, {now - began:.0f} s so far{self._places(running)}.")
             time.sleep(0.02)
-        return failed, done or bool(failed is None and self.part.has_left())
+        return failed, done or bool(failed is None and self.part.departures())
 
     def _kill(self) -> None:
         for process in self.processes:
@@ -134,47 +129,45 @@ class Start:
     def _output(self, at: int) -> str:
         return (self.output / f"{at}.txt").read_text(errors="replace")
 
-    def _waiting(self, late: Sequence[int]) -> str:
+    def _places(self, running: Sequence[int]) -> str:
         """Where processes are that have not ended: each writes its frames at this signal."""
-        late = [at for at in late if self.part.asked(self.processes[at].pid).exists()]
-        for at in late:
+        running = [at for at in running if self.part.can_be_asked(self.processes[at].pid).exists()]
+        for at in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[at].pid, signal.SIGUSR1)
         time.sleep(0.5)
-        lines = {
-            at: frames(self._output(at).rpartition("most recent call first")[2]) for at in late
-        }
-        listed = [f"process {at} is at {found[0]}" for at, found in lines.items() if found]
-        return f": {', '.join(listed[:4])}" if listed else ""
+        stacks = {at: self._output(at).rpartition("most recent call first")[2] for at in running}
+        places = [f"process {at} is at {line}" for at in running for line in frames(stacks[at])[:1]]
+        return f": {', '.join(places[:4])}" if places else ""
 
 
-def observed_paths() -> dict[str, str]:
+def doctor_paths() -> dict[str, str]:
     """The variable with which Python processes, and all that they start, begin with the doctor."""
     paths = [str(SITE), str(SITE.parents[1]), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-def said(output: str) -> str:
+def error_in(output: str) -> str:
     """The last error in a process's output, and the script's innermost line below which it rose."""
     # torch puts the rank before each line of a traceback.
     lines = re.sub(r"^\[rank\d+\]: ?|\x1b\[[\d;]*m", "", output, flags=re.M).strip().splitlines()
-    every = [n for n, line in enumerate(lines) if ERROR.match(line)]
+    errors = [n for n, line in enumerate(lines) if ERROR.match(line)]
     # Not what a launcher, or a rank that has lost another one, makes of the script's own error.
-    errors = [n for n in every if not FOLLOWS.search(lines[n])] or every
+    errors = [n for n in errors if not FOLLOWS.search(lines[n])] or errors
     if not errors:
         return (lines or ["no message"])[-1][:300].rstrip(".")
-    own = frames("\n".join(lines[: errors[-1]]))
-    text = lines[errors[-1]][:300].rstrip(". ") + (f" at {own[-1]}" if own else "")
+    places = frames("\n".join(lines[: errors[-1]]))
+    text = lines[errors[-1]][:300].rstrip(". ") + (f" at {places[-1]}" if places else "")
     return text + ("; set TMPDIR to a shorter folder" if "AF_UNIX path too long" in text else "")
 
 
 def frames(output: str) -> list[str]:
     """The script's own lines in tracebacks, in their order."""
-    found = re.findall(r'^\s+File "(.+)", line (\d+)', output, re.M)
-    return [f"{os.path.basename(file)}:{line}" for file, line in found if is_users(file)]
+    places = re.findall(r'^\s+File "(.+)", line (\d+)', output, re.M)
+    return [f"{os.path.basename(file)}:{line}" for file, line in places if is_users(file)]
 
 
-def launched(rank: int, world: int, port: int) -> dict[str, str]:
+def rank_variables(rank: int, world: int, port: int) -> dict[str, str]:
     """The environment that torchrun gives to a rank."""
     return {
         "RANK": str(rank),
@@ -191,20 +184,20 @@ def launched(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def all_launched(world: int) -> list[dict[str, str]]:
+def launch(world: int) -> list[dict[str, str]]:
     """The environment of each rank of one launch, with a port that nobody else gets meanwhile."""
-    port = int(_reserved().getsockname()[1])
+    port = _reserve_port()
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if world > 1 else {}
-    return [launched(rank, world, port) | threads for rank in range(world)]
+    return [rank_variables(rank, world, port) | threads for rank in range(world)]
 
 
-def _reserved() -> socket.socket:
-    """A socket whose port the system gives to no other process until this one ends.
+def _reserve_port() -> int:
+    """A port that the system gives to no other process until this one ends.
 
-    It is bound and does not listen, so torch's store, which sets SO_REUSEADDR, can (Linux).
+    Its socket is bound and does not listen, so torch's store, which sets SO_REUSEADDR, can (Linux).
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
-    _RESERVED.append(holder)
-    return holder
+    _HOLDERS.append(holder)
+    return int(holder.getsockname()[1])

@@ -9,25 +9,25 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ddp_doctor.certificate.record import sampled, whole
+from ddp_doctor.certificate.record import StepNotes, elements_of, full_tensor
 
 TINY = 0.02  # standard deviation of the values that replace zeros
-Numbers = dict[str, int | float]
+Number = int | float
 
 
 class State:
     """Weights, buffers, and plain numbers of modules, as they were before a step."""
 
-    def __init__(self) -> None:
-        self.untrained: dict[str, Tensor] = {}  # some elements, at the first forward of this step
+    def __init__(self, notes: StepNotes) -> None:
+        self.notes = notes
         self._weights: list[tuple[Tensor, Tensor]] = []
         # (id of a module, name): the module, the buffer, and its value before this step.
         self._buffers: dict[tuple[int, str], tuple[nn.Module, Tensor, Tensor]] = {}
-        # The plain numbers of modules: before a call, and those that calls of this step changed.
-        self._numbers: dict[int, tuple[nn.Module, Numbers]] = {}
-        self._counters: dict[int, tuple[nn.Module, Numbers]] = {}
-        # Gradients that the next forward clears. What follows a step may still read them.
-        self._used: list[Tensor] = []
+        # The plain numbers of modules before a call, and each that calls of this step changed.
+        self._numbers: dict[int, tuple[nn.Module, dict[str, Number]]] = {}
+        self._counters: dict[tuple[int, str], tuple[nn.Module, Number]] = {}
+        # Whose gradients the next forward clears. What follows a step may still read them.
+        self._repeated: list[Tensor] = []
 
     def keep_weights(self, parameters: Iterable[Tensor]) -> None:
         """Before an update; cost: a copy of the parameters until it is over."""
@@ -37,35 +37,32 @@ class State:
         """Buffers and plain numbers. A criterion has some, too: a count that seeds its draws."""
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
-                known = buffer is None or is_lazy(buffer) or (id(owner), name) in self._buffers
-                if buffer is not None and not known:
-                    self._buffers[id(owner), name] = owner, buffer, buffer.detach().clone()
+                key = id(owner), name
+                if buffer is not None and not is_lazy(buffer) and key not in self._buffers:
+                    self._buffers[key] = owner, buffer, buffer.detach().clone()
             if not isinstance(owner, DistributedDataParallel):  # which counts for itself
                 numbers = {k: v for k, v in vars(owner).items() if type(v) in (int, float)}
                 self._numbers.setdefault(id(owner), (owner, numbers))
 
     def note_untrained(self, module: nn.Module, trained: Iterable[int]) -> None:
-        """Parameters that nobody trains, of references and teachers, too. `trained`: ids."""
-        known = set(trained)
-        ids = {id(parameter) for parameter in module.parameters()}
-        within = "" if ids & known else f"{type(module).__name__}."
+        """Some elements, at the first forward of this step, of parameters that nobody trains, of
+        references and teachers, too. `trained`: ids.
+        """
+        ids = set(trained)
+        trains = any(id(parameter) in ids for parameter in module.parameters())
+        prefix = "" if trains else f"{type(module).__name__}."
         for name, parameter in module.named_parameters():
             plain_float = type(parameter.data) is Tensor and parameter.is_floating_point()
-            if plain_float and not parameter.requires_grad and id(parameter) not in known:
-                key = within + name.removeprefix("module.")
-                self.untrained.setdefault(key, sampled(parameter))
+            if plain_float and not parameter.requires_grad and id(parameter) not in ids:
+                key = prefix + name.removeprefix("module.")
+                self.notes.untrained_weights.setdefault(key, elements_of(parameter))
 
     def note_counters(self) -> None:
         """The numbers that a call changed. What the script itself counts up stays so."""
         for owner, numbers in self._numbers.values():
-            now = vars(owner)
-            changed = {
-                name: number
-                for name, number in numbers.items()
-                if type(now.get(name)) is not type(number) or now[name] != number
-            }
-            before = self._counters.get(id(owner), (owner, {}))[1]
-            self._counters[id(owner)] = owner, changed | before
+            for name, number in numbers.items():
+                if vars(owner).get(name) != number:
+                    self._counters.setdefault((id(owner), name), (owner, number))
         self._numbers.clear()
 
     @torch.no_grad()
@@ -73,22 +70,22 @@ class State:
         """Undo an update, if weights were kept before it."""
         for parameter, value in self._weights:
             parameter.copy_(value)
-            self._used.append(parameter)
+            self._repeated.append(parameter)
         for (_, name), (owner, buffer, value) in self._buffers.items() if self._weights else ():
             if buffer.shape != value.shape:
                 buffer.resize_(value.shape)  # its first forward gave it its size
             buffer.copy_(value)
             owner._buffers[name] = buffer  # the script may have assigned another
-        for owner, numbers in self._counters.values() if self._weights else ():
-            vars(owner).update(numbers)
+        for (_, name), (owner, number) in self._counters.items() if self._weights else ():
+            vars(owner)[name] = number
         self._weights = []
         self._buffers.clear()
         self._counters.clear()
 
     def clear_gradients(self) -> None:
         """Before the first forward after an update that was undone."""
-        while self._used:
-            _clear(self._used.pop())
+        while self._repeated:
+            _clear(self._repeated.pop())
 
 
 def _clear(parameter: Tensor) -> None:
@@ -105,13 +102,13 @@ def _clear(parameter: Tensor) -> None:
 
 
 @torch.no_grad()
-def filled(parameter: Tensor, key: str) -> bool:
+def fill(parameter: Tensor, key: str) -> bool:
     """Give a weight that is all zero small values, the same in all processes; whether it was."""
-    full = whole(parameter)
-    if not full.is_floating_point() or not full.numel() or bool(full.any()):
+    weight = full_tensor(parameter)
+    if not weight.is_floating_point() or not weight.numel() or bool(weight.any()):
         return False
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    values = TINY * torch.randn(full.shape, generator=generator, device="cpu")
+    values = TINY * torch.randn(weight.shape, generator=generator, device="cpu")
     values = values.to(parameter.device, parameter.dtype)
     if isinstance(parameter, DTensor):
         values = distribute_tensor(values, parameter.device_mesh, parameter.placements)

@@ -10,7 +10,6 @@ gradient and some elements of each weight.
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -24,9 +23,9 @@ from torch.optim.optimizer import (
 )
 
 from ddp_doctor.certificate.calls import Calls
-from ddp_doctor.certificate.errors import OwnErrors, leave
+from ddp_doctor.certificate.errors import DoctorErrors, leave
 from ddp_doctor.certificate.files import PATIENCE, read, samples_of, wait_for, write
-from ddp_doctor.certificate.fixed import Fixed
+from ddp_doctor.certificate.fixed import Replacements
 from ddp_doctor.certificate.plan import (
     COMBINES,
     LATER,
@@ -42,94 +41,103 @@ from ddp_doctor.certificate.plan import (
     Part,
 )
 from ddp_doctor.certificate.premises import Premises
-from ddp_doctor.certificate.record import Noted, Step, sampled, sums_of, waves_of, whole
-from ddp_doctor.certificate.samples import FORWARD, Handed, Recorded, line_of
-from ddp_doctor.certificate.state import State, filled, load
+from ddp_doctor.certificate.record import Step, elements_of, full_tensor, sums_of, waves_of
+from ddp_doctor.certificate.samples import FORWARD, Dealer, Record, line_of
+from ddp_doctor.certificate.state import State, fill, load
 from ddp_doctor.facts.containers import transforming
 
 
 class Steps:
     """Records and repeats. `count` is the number of rounds of the optimizers that have ended."""
 
-    def __init__(self, part: Part, fixed: Fixed) -> None:
+    def __init__(self, part: Part, replacements: Replacements) -> None:
         self.part = part
-        self.fixed = fixed
-        self.errors = OwnErrors()
-        self.recorded = Recorded()
-        self.handed = _of_all(part, 0) if part.one else None
+        self.replacements = replacements
+        self.notes = replacements.notes
+        self.errors = DoctorErrors()
+        self.record = Record()
+        self.dealer = _dealer(part, 0) if part.is_one else None
         self.premises = Premises()
-        self.state = State()
+        self.state = State(self.notes)
         self.count = 0
-        self.turn = 0  # steps of all optimizers
         self.optimizers: list[Optimizer] = []
         self.ends: list[Callable[[], None]] = [self.premises.clear]  # at the end of each step
-        self.noted = Noted()
-        self.combines = False  # whether an optimizer's step calls a collective
-        self._updates = False
         # Whether an optimizer's step does not use the places of its first one.
-        self.unlike: Callable[[int], bool] = lambda optimizer: False
-        self.taken: dict[int, int] = {}  # id of an optimizer: its steps
-        self.before_join: dict[int, int] = {}  # the same, when the last Join ended
-        self._order: list[int] = []  # the optimizers that have stepped, each time
-        self._planned: set[tuple[int, str]] = set()  # the optimizers' steps of the plan
-        self._stepping: FrameType | None = None  # in which an optimizer steps now
-        self._comparable = False  # whether the ranks' gradients are worth a look after the plan
-        self._started = False
+        self.is_elsewhere: Callable[[int], bool] = lambda optimizer: False
+        self.combines = False  # whether an optimizer's step calls a collective
+        self.turn_of_join = 0  # steps of all optimizers before the last Join ended
+        self._order: list[int] = []  # ids of the optimizers that have stepped, each time
+        self._plan_steps: set[tuple[int, str]] = set()  # the optimizers' steps of the plan
+        self._step_frame: FrameType | None = None  # in which an optimizer steps now
+        self._updates = False
+        self._is_recorded = False  # the step that an optimizer takes now
+        self._compares_ranks = False  # whether their gradients are worth a look after the plan
+        self._has_begun = False
         self._names: dict[int, str] = {}
         self._keys: dict[int, str] = {}  # of the trained parameters, by their ids
         guard = self.errors.guard
         nn.modules.module.register_module_forward_pre_hook(guard(self._before_forward))
         self.calls = Calls(self)
-        register_optimizer_step_pre_hook(guard(self._before))
-        register_optimizer_step_post_hook(guard(self._after))
+        register_optimizer_step_pre_hook(guard(self._before_step))
+        register_optimizer_step_post_hook(guard(self._after_step))
 
     # What the plan says.
 
     @property
     def plan(self) -> tuple[str, ...]:
         """What each step is; see the module of this name."""
-        ahead = self.handed.records[0].ahead if self.handed else self.recorded.ahead
-        usual = PLAN_USUAL if self.fixed.clips or self.fixed.batch_norm else PLAN
-        plan = PLAN_AHEAD if ahead else usual
-        return (*plan[:-1], TWICE, *plan[-1:]) if self.part.one else plan
+        record = self.dealer.records[0] if self.dealer else self.record
+        usual = PLAN_USUAL if self.notes.clips or self.notes.batch_norm else PLAN
+        plan = PLAN_AHEAD if record.fetches_ahead else usual
+        return (*plan[:-1], TWICE, *plan[-1:]) if self.part.is_one else plan
 
     def kind(self, step: int) -> str:
         """What the samples of a step are."""
         return self.plan[step] if step < len(self.plan) else LATER
 
     @property
-    def now(self) -> str:
+    def kind_now(self) -> str:
         return self.kind(self.count)
 
     @property
     def only_evaluates(self) -> bool:
         """Whether what happens now is no part of a training step, as far as is known."""
-        trains_only = self.handed is not None and self.handed.records[0].trains_only
+        trains_only = self.dealer is not None and self.dealer.records[0].trains_only
         return trains_only and self.calls.evaluates
+
+    @property
+    def turn(self) -> int:
+        """Steps of all optimizers that have ended."""
+        return len(self._order)
+
+    def _number(self, optimizer: Optimizer) -> int:
+        """Which optimizer it is, in the order of their first steps."""
+        ids = list(dict.fromkeys([*self._order, id(optimizer)]))
+        return ids.index(id(optimizer))
 
     # Before an optimizer steps.
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled() or not self.optimizers or transforming():
             return
-        self.premises.in_layer(module, args)
+        self.premises.note_layer(module, args)
         self.state.clear_gradients()
-        if not self._started:
-            self._started = True
-            self._name(module)
+        if not self._has_begun:
+            self._has_begun = True
+            self._name_parameters(module)
             self._start_alike()
 
-    def _name(self, module: nn.Module) -> None:
+    def _name_parameters(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
             self._names.setdefault(id(parameter), name.removeprefix("module."))
 
     def _start_alike(self) -> None:
         """One process starts with rank 0's weights."""
         parameters = self._parameters()
-        self.noted.filled = sum(filled(parameter, key) for parameter, key in parameters) > 0
-        path = self.part.of_ranks(WEIGHTS)
-        if not self.part.one:
-            weights = {key: whole(parameter) for parameter, key in parameters}
+        self.notes.fills_zeros = sum(fill(parameter, key) for parameter, key in parameters) > 0
+        path = self.part.ranks_path(WEIGHTS)
+        if not self.part.is_one:
+            weights = {key: full_tensor(parameter) for parameter, key in parameters}
             if rank_and_world()[0] == 0:
                 write(path, weights)
         elif path.exists():
@@ -145,169 +153,163 @@ class Steps:
         self.state.keep_modules(module)
         trained = [p for p in module.parameters() if id(p) in self._keys]
         if trained:
-            self._name(module)
-            plain = [sampled(p).double() for p in trained if not hasattr(p, "full_tensor")]
-            weights = sum(float(part @ waves_of(len(part))) for part in plain)
-            self.premises.model(min(self._keys[id(p)] for p in trained), (args, kwargs), weights)
+            self._name_parameters(module)
+            elements = [elements_of(p).double() for p in trained if not is_sharded(p)]
+            weights = sum(float(part @ waves_of(len(part))) for part in elements)
+            key = min(self._keys[id(p)] for p in trained)
+            self.premises.note_model(key, (args, kwargs), weights)
 
     def after_call(self, module: nn.Module, result: Any) -> None:
         """Write down what a model that is trained has computed."""
         if torch.is_grad_enabled() and any(id(p) in self._keys for p in module.parameters()):
-            self.premises.computed(result)
+            self.premises.note_outputs(result)
 
-    def note_reduced(self, numbers: Any) -> None:
+    def note_reduction(self, numbers: Any) -> None:
         """The result of an all-reduce, unless it is a gradient."""
-        if self.now != LATER and all(p.grad is not numbers for p, _ in self._parameters()):
-            self.premises.reduced(numbers)
+        if self.kind_now != LATER and all(p.grad is not numbers for p, _ in self._parameters()):
+            self.premises.note_reduction(numbers)
 
     def _parameters(self) -> list[tuple[Tensor, str]]:
         """All that is trained, with its keys."""
-        listed = (each for optimizer in self.optimizers for each in self._listed(optimizer))
-        return [(parameter, key) for key, _, parameter in listed]
+        rows = (row for optimizer in self.optimizers for row in self._parameters_of(optimizer))
+        return [(parameter, key) for key, _, parameter in rows]
 
     def is_trained(self, tensor: Tensor) -> bool:
         """Whether a tensor shares memory with a weight or its gradient, or there are none yet."""
         parameters = [parameter for parameter, _ in self._parameters()]
-        held = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
-        plain = [t for t in held if t.layout == torch.strided and not hasattr(t, "full_tensor")]
+        tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        with_storage = [t for t in tensors if t.layout == torch.strided and not is_sharded(t)]
         start = tensor.untyped_storage().data_ptr()
-        return not held or any(t.untyped_storage().data_ptr() == start for t in plain)
+        return not tensors or any(t.untyped_storage().data_ptr() == start for t in with_storage)
 
-    def _listed(self, optimizer: Optimizer) -> list[tuple[str, str, Tensor]]:
+    def _parameters_of(self, optimizer: Optimizer) -> list[tuple[str, str, Tensor]]:
         """(key, name, parameter). A key counts optimizers and parameters as they are made."""
-        made = self.optimizers
-        at = next((n for n, other in enumerate(made) if other is optimizer), len(made))
-        listed = [p for group in optimizer.param_groups for p in group["params"]]
+        ids = list(map(id, self.optimizers))
+        at = ids.index(id(optimizer)) if id(optimizer) in ids else len(ids)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return [
             (f"{at}.{n}", self._names.get(id(p), f"parameter {n} of optimizer {at}"), p)
-            for n, p in enumerate(listed)
+            for n, p in enumerate(parameters)
         ]
 
     # An optimizer steps.
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if self._steps_now():
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._in_step():
             return None  # called by an optimizer's step
-        self._stepping = sys._getframe(2)  # until `_after`, or an error leaves it
+        self._step_frame = sys._getframe(2)  # until `_after_step`, or an error leaves it
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        self._updates = True
+        self._updates, self._is_recorded = True, False
         if not callable(closure):
-            self._record(optimizer)
+            self._write(optimizer)
             return None
-        then_record = self._recording(optimizer, closure)
+        then_record = self._recorder(optimizer, closure)
         if len(args) > 1:
             return (args[0], then_record, *args[2:]), kwargs
         return args, {**kwargs, "closure": then_record}
 
-    def _steps_now(self) -> bool:
+    def _in_step(self) -> bool:
         """Whether this is called by an optimizer's step. One that has raised is over."""
         frame: FrameType | None = sys._getframe(1)
-        while self._stepping is not None and frame is not None:
-            if frame is self._stepping:
+        while self._step_frame is not None and frame is not None:
+            if frame is self._step_frame:
                 return True
             frame = frame.f_back
-        self._stepping, self._updates = None, False
+        self._step_frame, self._updates = None, False
         return False
 
     @property
-    def updating(self) -> bool:
+    def updates(self) -> bool:
         """Whether an optimizer computes its update now: of no samples."""
-        return self._updates and self._steps_now()
+        return self._updates and self._in_step()
 
-    def _recording(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _recorder(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure, and a record when it was first called: later it sees other weights."""
-        recorded = False
 
         def then_record() -> Any:
-            nonlocal recorded
             self._updates = False
             loss = closure()
             self._updates = True
-            if not recorded:
-                self.errors.guard(self._record)(optimizer)
-            recorded = True
+            if not self._is_recorded:
+                self.errors.guard(self._write)(optimizer)
             return loss
 
         return then_record
 
-    def _record(self, optimizer: Optimizer) -> None:
-        taken = self.taken.setdefault(id(optimizer), 0)
+    def _write(self, optimizer: Optimizer) -> None:
+        self._is_recorded = True
         rank, world = rank_and_world()
-        at = list(self.taken).index(id(optimizer))
-        kind = self._kind_of(at)
-        listed = self._listed(optimizer)
-        gradients = {key: p.grad for key, _, p in listed if p.grad is not None}
-        plain = [p for _, _, p in listed if not hasattr(p, "full_tensor")]
-        self._comparable = world > 1 and len(plain) == len(listed)
-        of_join = f"{self.calls.joins}.{taken - self.before_join.get(id(optimizer), 0)}"
+        number = self._number(optimizer)
+        kind = self._kind_of(number)
+        rows = self._parameters_of(optimizer)
+        gradients = {key: p.grad for key, _, p in rows if p.grad is not None}
+        weights = {key: elements_of(p) for key, _, p in rows if not is_sharded(p)}
+        self._compares_ranks = world > 1 and len(weights) == len(rows)
+        since_join = self._order[self.turn_of_join :].count(id(optimizer))
+        self._complete_notes()
         step = Step(
             rank=rank,
             world=world,
-            optimizer=at,
-            kind=f"{LATER} {of_join}" if kind == LATER else kind,
+            optimizer=number,
+            kind=f"{LATER} {self.calls.joins}.{since_join}" if kind == LATER else kind,
             turn=self.turn,
-            names={key: name for key, name, p in listed if p.requires_grad},
-            weights={k: sampled(p) for k, _, p in listed if not hasattr(p, "full_tensor")},
+            names={key: name for key, name, p in rows if p.requires_grad},
+            weights=weights,
             sums={key: sums_of(gradient) for key, gradient in gradients.items()},
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            seen=[] if kind == LATER else self.premises.seen,
-            sharded=len(plain) < len(listed),
-            unlike=self.unlike(at),
-            **self._so_far(),
+            premises=[] if kind == LATER else self.premises.notes,
+            has_shards=len(weights) < len(rows),
+            is_elsewhere=self.is_elsewhere(number),
+            **vars(self.notes),
         )
         step.write(self.part, gradients if kind != LATER and rank == 0 else None)
         for gradient in gradients.values() if kind != LATER and rank > 0 else ():
-            whole(gradient)  # rank 0 needs all shards
+            full_tensor(gradient)  # rank 0 needs all shards
         if self.count < len(self.plan):
-            self.state.keep_weights(p for _, _, p in listed)
+            self.state.keep_weights(p for _, _, p in rows)
 
-    def _so_far(self) -> dict[str, Any]:
-        """What is known of this step besides its optimizer."""
-        noted, fixed, handed = self.noted, self.fixed, self.handed
-        noted.clips, noted.norms, noted.batch_norm = fixed.clips, fixed.norms, fixed.batch_norm
-        noted.replaced, noted.untrained = fixed.replaced, self.state.untrained
-        noted.unjoined = sorted(set(noted.unjoined))
-        if handed is not None:
-            noted.marked = handed.marked or handed.loaded
-            noted.foreign = [name for record in handed.records for name in record.foreign]
-            mixed = {place for place, _ in handed.mixed if place[-1] == FORWARD}
-            noted.numbers = [] if handed.marked else sorted(map(line_of, mixed))
-        return vars(noted)
+    def _complete_notes(self) -> None:
+        """Add what the samples of all ranks say of this step."""
+        notes, dealer = self.notes, self.dealer
+        notes.join_failures = sorted(set(notes.join_failures))
+        if dealer is not None:
+            notes.has_marks = dealer.is_marked or dealer.has_loader
+            notes.foreign_classes = [name for r in dealer.records for name in r.foreign_classes]
+            places = {p for p, _ in dealer.calls_with_other_numbers if p.function == FORWARD}
+            notes.numbers = [] if dealer.is_marked else sorted(map(line_of, places))
 
     def _kind_of(self, optimizer: int) -> str:
         """What the step of an optimizer is; it takes one of each kind."""
-        kind = self.now if optimizer == 0 or self.part.turns > 1 else LATER
-        return LATER if (optimizer, kind) in self._planned else kind
+        kind = self.kind_now if optimizer == 0 or self.part.turns > 1 else LATER
+        return LATER if (optimizer, kind) in self._plan_steps else kind
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in self.taken or self._stepping is not sys._getframe(2):
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_recorded or self._step_frame is not sys._getframe(2):
             return
-        self._stepping, self._updates = None, False
-        at = list(self.taken).index(id(optimizer))
-        kind = self._kind_of(at)
-        self._planned.add((at, kind))
-        self._order.append(at)
+        self._step_frame, self._updates = None, False
+        number = self._number(optimizer)
+        kind = self._kind_of(number)
+        self._plan_steps.add((number, kind))
+        self._order.append(id(optimizer))
         if kind != LATER:
-            self.premises.seen = []  # the next optimizer's step is of what comes now
+            self.premises.notes = []  # the next optimizer's step is of what comes now
         self.state.put_back()
         if self.combines:
             self.part.path(COMBINES).touch()
-        self.taken[id(optimizer)] += 1
-        self.turn += 1
         self._start_again_with_turns()
-        alone = self.part.turns == 1 and id(optimizer) == next(iter(self.taken))
-        if alone or (self.part.turns > 1 and self.turn % self.part.turns == 0):
-            self._end_of_step()
-        watched = self._comparable and not self.part.one
-        enough = self.turn >= WATCHED * len(self.taken)
-        if enough or (self.count == len(self.plan) and not watched):
+        turns = self.part.turns
+        if self.turn % turns == 0 if turns > 1 else number == 0:
+            self._end_step()
+        compares = self._compares_ranks and not self.part.is_one
+        enough = self.turn >= WATCHED * len(set(self._order))
+        if enough or (self.count == len(self.plan) and not compares):
             self._wait_for_the_others()
             self._leave()
 
     def _start_again_with_turns(self) -> None:
         """Leave if several optimizers have taken two equal rounds: only the first had a plan."""
-        turns, odd = divmod(len(self._order), 2)
-        unknown = self.part.turns == 1 and not self.part.one and len(self.taken) > 1
+        turns, odd = divmod(self.turn, 2)
+        unknown = self.part.turns == 1 and not self.part.is_one and len(set(self._order)) > 1
         if unknown and not odd and self._order[:turns] == self._order[turns:]:
             if rank_and_world()[0] == 0:
                 self.part.path(TURNS).write_text(str(turns))
@@ -315,7 +317,7 @@ class Steps:
 
     def _wait_for_the_others(self) -> None:
         """Those that share a collective with this rank's last step would fail if it left now."""
-        world = 1 if self.part.one else rank_and_world()[1]
+        world = 1 if self.part.is_one else rank_and_world()[1]
         paths = [self.part.path(f"step.{r}.{self.turn - 1}.pt") for r in range(world)]
         wait_for(paths, 1.0 if self.calls.may_join else PATIENCE)  # a rank may be out of inputs
 
@@ -323,31 +325,33 @@ class Steps:
         self.part.leave(rank_and_world()[0])
         leave()
 
-    def _end_of_step(self) -> None:
+    def _end_step(self) -> None:
         self.count += 1
-        self.noted = replace(self.noted, backwards=0, delivered=[], doubts=[], scales={})
-        self.fixed.norms.clear()
-        self.state.untrained.clear()
+        self.notes.begin_step()
         for end in self.ends:
             end()
-        if self.handed is None:
-            self._hand_over()
-        self.fixed.as_it_is = self.now in (USUAL, LATER)
+        if self.dealer is None:
+            self._share_samples()
+        self.replacements.as_usual = self.kind_now in (USUAL, LATER)
 
-    def _hand_over(self) -> None:
+    def _share_samples(self) -> None:
         """Write down this rank's samples, and wait for those of the others."""
         rank, world = rank_and_world()
         if rank == 0:
             self.part.path(WORLD).write_text(str(world))
-        self.recorded.without_evaluation()
-        self.recorded.save(self.part.path(samples_of(rank)))
-        self.handed = _of_all(self.part, world, rank)
-        if self.handed is None:
+        self.record.forget_evaluation()
+        self.record.save(self.part.path(samples_of(rank)))
+        self.dealer = _dealer(self.part, world, rank)
+        if self.dealer is None:
             text = f"TimeoutError: another rank took no first step within {PATIENCE:g} s"
             sys.stderr.write(f"{text}\n")
             leave(1)
         else:
-            self.handed.shards = not self._comparable
+            self.dealer.shards = not self._compares_ranks
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -359,11 +363,11 @@ def rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def _of_all(part: Part, world: int, rank: int = 0) -> Handed | None:
+def _dealer(part: Part, world: int, rank: int = 0) -> Dealer | None:
     """All ranks' samples, once they have written them; None if they do not."""
-    if part.one:
-        world = len(list(part.of_ranks("").glob(samples_of("*"))))
-    paths = [part.of_ranks(samples_of(r)) for r in range(world)]
+    if part.is_one:
+        world = len(list(part.ranks_path("").glob(samples_of("*"))))
+    paths = [part.ranks_path(samples_of(r)) for r in range(world)]
     if not paths or not wait_for(paths):
         return None
-    return Handed(part, rank, [Recorded(**read(path)) for path in paths])
+    return Dealer(part, rank, [Record(**read(path)) for path in paths])

@@ -25,21 +25,17 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ddp_doctor.certificate.calls import noted
-from ddp_doctor.certificate.marks import certified
-from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, TWICE
+from ddp_doctor.certificate.calls import hook_call
+from ddp_doctor.certificate.files import Place
+from ddp_doctor.certificate.marks import handlers
+from ddp_doctor.certificate.plan import DEAL, LATER, TWICE
 from ddp_doctor.certificate.premises import LOSSES
 from ddp_doctor.certificate.samples import (
     DELIVERED,
     FORWARD,
     MARKED,
-    Handed,
     Key,
-    Place,
     alike,
-    is_delivered,
-    is_marked,
-    joinable,
     line_of,
 )
 from ddp_doctor.certificate.steps import Steps
@@ -91,7 +87,7 @@ class TensorSet(WeakValueDictionary[int, Tensor]):
     """Tensors, by what they are and not by their values; those that nobody holds leave it."""
 
     def add(self, *tensors: Tensor) -> None:
-        self.update((id(one), one) for one in tensors)
+        self.update((id(tensor), tensor) for tensor in tensors)
 
     def discard(self, tensor: Any) -> None:
         self.pop(id(tensor), None)
@@ -110,123 +106,127 @@ class Tensors(TorchFunctionMode):
         # How often samples came into a step at a place, and into the first step.
         self.entries: Counter[Place] = Counter()
         self.first_entries: dict[int, Counter[Place]] = {}  # by the optimizer that stepped then
-        self.single = TensorSet()  # one sample each
-        self.trained = TensorSet()  # weights, gradients, activations
+        self.single_samples = TensorSet()
+        self.trained_tensors = TensorSet()  # weights, gradients, activations
         self.sums = TensorSet()  # over groups of samples, and what follows from them
         self.rows_of_sums = TensorSet()
-        self.planned = TensorSet()  # samples of this step's plan, and what is computed from them
-        self.loaded = TensorSet()  # the same of a loader's samples
-        self.left: set[Key] = set()  # where one process computes its own values from samples
+        self.plan_samples = TensorSet()  # of this step's plan, and what is computed from them
+        self.loader_samples = TensorSet()  # the same of a loader's samples
+        self.computed_keys: set[Key] = set()  # where one process computes values from samples
         self.bytes = 0
-        self.hidden = False
-        self.inside = 0  # calls of models that go on
+        self.is_hidden = False
+        self.depth = 0  # calls of models that go on
         self.errors = steps.errors
         self.thread = threading.get_ident()
-        steps.unlike = self.unlike_the_first
-        steps.ends += [self.turns.clear, self.entries.clear, self.planned.clear]
-        certified.append(self.marked)
-        nn.Module.__call__ = self._called(nn.Module.__call__)  # type: ignore[method-assign]
-        noted(DTensor, "to_local", after=self._is_shard)
+        steps.is_elsewhere = self.is_elsewhere
+        steps.ends += [self.turns.clear, self.entries.clear, self.plan_samples.clear]
+        handlers.append(self.plan_leaf)
+        nn.Module.__call__ = self._module_call(nn.Module.__call__)  # type: ignore[method-assign]
+        hook_call(DTensor, "to_local", after=self._note_shard)
         for name in ("broadcast", "scatter") if dist.is_available() else ():
-            noted(dist, name, after=self._delivered)
+            hook_call(dist, name, after=self._note_delivery)
 
     @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
+    def hidden(self) -> Iterator[None]:
         """Neither write down nor replace what happens inside."""
-        before, self.hidden = self.hidden, True
+        before, self.is_hidden = self.is_hidden, True
         try:
             yield
         finally:
-            self.hidden = before
+            self.is_hidden = before
 
     @property
     def _measures(self) -> bool:
         """Whether what happens now belongs to a step that is compared."""
         steps = self.steps
-        other = self.hidden or threading.get_ident() != self.thread or steps.updating
-        return not (other or transforming() or steps.now == LATER or steps.only_evaluates)
+        if self.is_hidden or threading.get_ident() != self.thread or steps.updates:
+            return False
+        return not (transforming() or steps.kind_now == LATER or steps.only_evaluates)
 
-    def _hidden(self) -> bool:
-        marked = self.steps.handed is not None and self.steps.handed.marked
-        return marked or not self._measures
+    def _ignores(self) -> bool:
+        dealer = self.steps.dealer
+        return not self._measures or (dealer is not None and dealer.is_marked)
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         with self.errors:
-            return self._seen(function, args, kwargs or {})
+            return self._call(function, args, kwargs or {})
 
-    def _seen(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", "")
-        if self._hidden():
+        if self._ignores():
             return self._run(function, args, kwargs)
         frame = sys._getframe(2)
         if frame.f_globals.get("__name__") == CONVERTS:
             return function(*args, **kwargs)
-        where = None if name in LEFT_ALONE else users_frame(frame)
-        if where is None:
-            return self._followed(name, args, self._run(function, args, kwargs))
-        site = self._site(where, name)
-        if name in SCALES and not self.inside:  # not what a layer scales
+        script_frame = None if name in LEFT_ALONE else users_frame(frame)
+        if script_frame is None:
+            return self._classify(name, args, self._run(function, args, kwargs))
+        site = self._site(script_frame, name)
+        if name in SCALES and not self.depth:  # not what a layer scales
             self._note_scale(site, name, args)
-        if self.steps.part.one:
+        if self.steps.part.is_one:
             self._note_doubts(site, name, args)
-        direct = not self.inside and is_users(_caller(frame, function).f_code.co_filename)
-        if direct:
-            if name == "__setitem__":  # if a step does it that the first did not, they are unlike
-                self.entries[site] += 1
-                self.planned.discard(args[0])
-            elif not _changes(name) and "out" not in kwargs:
-                if self._in_time(args):
-                    args = self._given(site, args)
-                else:
-                    self.turns[site] += 1  # it has its turn all the same
-        result = self._followed(name, args, self._run(function, args, kwargs))
-        if self.steps.handed and (site, self.turns[site] - 1) in self.steps.handed.mixed:
-            self.planned.discard(result)  # a number of this rank went into it
-        if name in (MADE if direct else DRAWN) and self._is_data(result):
-            late = self.steps.part.late and direct
-            return self._made_late(site, result) if late else self._planned(site, result)
+        by_script = not self.depth and is_users(_caller(frame, function).f_code.co_filename)
+        if by_script:
+            args = self._plan_call(site, name, args, kwargs)
+        result = self._classify(name, args, self._run(function, args, kwargs))
+        dealer = self.steps.dealer
+        if dealer and (site, self.turns[site] - 1) in dealer.calls_with_other_numbers:
+            self.plan_samples.discard(result)  # a number of this rank went into it
+        if name in (MADE if by_script else DRAWN) and self._is_data(result):
+            unreplaced = self.steps.part.at_model and by_script
+            return self._note_unreplaced(site, result) if unreplaced else self._plan(site, result)
         return result
+
+    def _plan_call(self, site: Place, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The arguments of a call by the script's own line, as the plan says."""
+        if name == "__setitem__":  # if a step does it that the first did not, they are unlike
+            self.entries[site] += 1
+            self.plan_samples.discard(args[0])
+        elif not _changes(name) and "out" not in kwargs:
+            meets_weights = any(isinstance(a, Tensor) and a.requires_grad for a in _flat(args))
+            if meets_weights or not self.steps.part.at_model:
+                return self._plan_arguments(site, args)
+            self.turns[site] += 1  # it has its turn all the same
+        return args
 
     def _note_scale(self, site: Place, name: str, args: Any) -> None:
         """By what number the script divides outputs, a loss, or gradients here."""
-        trains = [
-            one
-            for one in args
-            if isinstance(one, Tensor) and (one.requires_grad or one in self.trained)
-        ]
+        trains = any(
+            isinstance(value, Tensor) and (value.requires_grad or value in self.trained_tensors)
+            for value in args
+        )
         numbers = [float(a) for a in args if isinstance(a, int | float) and a]
         if trains and numbers:
             divides = name.lstrip("_").removeprefix("i").startswith(("div", "true"))
             divisor = numbers[0] if divides else 1 / numbers[0]
-            self.steps.noted.scales[line_of(site), int(site[2])] = divisor
+            self.steps.notes.scales[line_of(site), site.instruction] = divisor
 
     def _note_doubts(self, site: Place, name: str, args: Any) -> None:
         """What one process may do in another way than the ranks, though its samples are theirs."""
         source = args[0] if args else None
-        if not isinstance(source, Tensor) or self.steps.handed is None:
+        if not isinstance(source, Tensor) or self.steps.dealer is None:
             return
-        world = len(self.steps.handed.records)
-        index = next((one for one in args[1:] if isinstance(one, Tensor)), None)
+        index = next((value for value in args[1:] if isinstance(value, Tensor)), None)
         if name not in INDEXES or type(index) is not Tensor or not source.dim():
             return
         if index.is_floating_point() or index.layout != torch.strided:
             return
-        rows, odd = divmod(len(source), world)
-        known = self._known(index) and index.numel() and index.dtype != torch.bool
-        if known and not odd and not isinstance(source, nn.Parameter) and int(index.max()) < rows:
-            self.steps.noted.doubts.append(INDEXED.format(line_of(site)))
-        if name == "__getitem__" and source in self.trained and not source.requires_grad:
-            self.steps.noted.doubts.append(REORDERED.format(line_of(site)))
+        rows, odd = divmod(len(source), len(self.steps.dealer.records))
+        points = self._is_planned(index) and index.numel() and index.dtype != torch.bool
+        if points and not odd and not isinstance(source, nn.Parameter) and int(index.max()) < rows:
+            self.steps.notes.doubts.append(INDEXED.format(line_of(site)))
+        if name == "__getitem__" and source in self.trained_tensors and not source.requires_grad:
+            self.steps.notes.doubts.append(REORDERED.format(line_of(site)))
 
-    def _made_late(self, site: Place, value: Tensor) -> Tensor:
+    def _note_unreplaced(self, site: Place, value: Tensor) -> Tensor:
         """Samples that are not replaced where they are made: what else uses them is not known."""
-        per_rank = (
-            self.steps.handed.of_each_rank((site, self._turn(site))) if self.steps.handed else None
-        )
+        key = (site, self._turn(site))
+        per_rank = self.steps.dealer.per_rank(key) if self.steps.dealer else None
         if per_rank is None or not alike(per_rank):
-            self.steps.noted.unjoined.append(line_of(site))
+            self.steps.notes.join_failures.append(line_of(site))
         return value
 
     def _turn(self, place: Place) -> int:
@@ -238,101 +238,95 @@ class Tensors(TorchFunctionMode):
         """Call it, and note losses and half precision. What it raises is the script's affair."""
         name = getattr(function, "__name__", "")
         if name in LOSSES and self._measures:
-            self.steps.premises.loss(name, args, kwargs)
+            self.steps.premises.note_loss(name, args, kwargs)
         try:
             result = function(*args, **kwargs)
         except BaseException as error:
-            if not self.errors.hooks:
-                self.errors.of_script = error
+            if not self.errors.depth:
+                self.errors.script_error = error
             raise
         if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16):
-            self.steps.noted.half = True
+            self.steps.notes.uses_half = True
         return result
 
     def _site(self, frame: Any, name: str) -> Place:
         """A place in the script. What evaluates and trains has a place for each."""
         code = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
-        return (*code, self.steps.calls.evaluates, name)
+        return Place(*code, self.steps.calls.evaluates, name)
 
-    def _in_time(self, args: Any) -> bool:
-        """Whether samples are replaced that a function is given."""
-        return not self.steps.part.late or any(
-            isinstance(one, Tensor) and one.requires_grad for one in _flat(args)
-        )
-
-    def _called(self, call: Any) -> Any:
+    def _module_call(self, call: Any) -> Any:
         """The call of a module: what it is given is a sample, what it does is a model's affair."""
 
         @functools.wraps(call)
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.inside or not self._measures:
+        def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.depth or not self._measures:
                 return call(module, *args, **kwargs)
             with self.errors.in_hook():
                 args = self._before_module(module, args, kwargs, sys._getframe(1))
                 self.steps.before_call(module, args, kwargs)
-            model = any(True for _ in module.parameters())
-            self.inside += model
+            has_parameters = any(True for _ in module.parameters())
+            self.depth += has_parameters
             try:
                 result = call(module, *args, **kwargs)
             finally:
-                self.inside -= model
+                self.depth -= has_parameters
                 self.steps.state.note_counters()
-            with self.errors.in_hook(), self.unseen():
+            with self.errors.in_hook(), self.hidden():
                 self.steps.after_call(module, result)
             return result
 
-        return called
+        return call_module
 
     def _before_module(self, module: nn.Module, args: Any, kwargs: Any, frame: Any) -> Any:
-        if self._hidden():
+        if self._ignores():
             return args
-        with self.unseen():
-            for buffer in module.buffers():
-                self.trained.add(buffer)
+        with self.hidden():
+            self.trained_tensors.add(*module.buffers())
             if not is_users(frame.f_code.co_filename):
                 return args
-            given = self._given(self._site(frame, FORWARD), args, kwargs.values())
-            evaluates = self.steps.part.late and not torch.is_grad_enabled()
-            return args if evaluates else given  # it has its turn all the same
+            samples = self._plan_arguments(self._site(frame, FORWARD), args, kwargs.values())
+            evaluates = self.steps.part.at_model and not torch.is_grad_enabled()
+            return args if evaluates else samples  # it has its turn all the same
 
-    def _is_shard(self, shard: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _note_shard(self, shard: Tensor, *args: Any, **kwargs: Any) -> None:
         """A shard of a weight or of a gradient is no sample."""
-        self.trained.add(shard)
+        self.trained_tensors.add(shard)
 
-    def _delivered(self, work: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
+    def _note_delivery(self, work: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
         """A collective in which one rank says what the others get: their rows, beside their own."""
         frame = sys._getframe(2)
-        if not self._hidden() and not self.steps.part.late and is_users(frame.f_code.co_filename):
+        replaces = not self._ignores() and not self.steps.part.at_model
+        if replaces and is_users(frame.f_code.co_filename):
             with self.errors.in_hook():
                 if work is not None:
                     work.wait()
                 self._deliver(self._site(frame, DELIVERED), tensor)
 
     def _deliver(self, place: Place, tensor: Any) -> None:
-        with self.unseen():
+        with self.hidden():
             if not self._is_data(tensor) or self.steps.is_trained(tensor):
                 return
             self._forget(tensor)
-            value = self._planned(place, tensor)
+            value = self._plan(place, tensor)
             if value is not tensor:
-                if value.shape != tensor.shape or self.steps.now == DEAL:
-                    self.steps.noted.delivered.append(line_of(place))
+                if value.shape != tensor.shape or self.steps.kind_now == DEAL:
+                    self.steps.notes.deliveries.append(line_of(place))
                 tensor.data = value
-                self.planned.add(tensor)
+                self.plan_samples.add(tensor)
 
-    def from_loader(self, batch: Any) -> Any:
-        """Note that a batch has its samples from the plan already."""
-        self.loaded.add(*tensors_in(batch, most=1000))
+    def note_batch(self, batch: Any) -> Any:
+        """Note that a loader's batch has its samples from the plan already."""
+        self.loader_samples.add(*tensors_in(batch, most=1000))
         return batch
 
-    def _known(self, tensor: Tensor) -> bool:
+    def _is_planned(self, tensor: Tensor) -> bool:
         """Whether a tensor is a sample of the plan or computed from one: nothing is left to do."""
-        return tensor in self.planned or tensor in self.loaded
+        return tensor in self.plan_samples or tensor in self.loader_samples
 
     def _forget(self, tensor: Any) -> None:
         """A tensor holds other values now, which nobody knows."""
-        self.planned.discard(tensor)
-        self.loaded.discard(tensor)
+        self.plan_samples.discard(tensor)
+        self.loader_samples.discard(tensor)
 
     def _is_data(self, tensor: Any) -> bool:
         return not (
@@ -340,8 +334,8 @@ class Tensors(TorchFunctionMode):
             or tensor.is_meta
             or tensor.requires_grad
             or tensor.dim() == 0
-            or tensor in self.single
-            or tensor in self.trained
+            or tensor in self.single_samples
+            or tensor in self.trained_tensors
             or self._is_sum(tensor)
         )
 
@@ -354,201 +348,170 @@ class Tensors(TorchFunctionMode):
             return False
         return tensor in self.sums or tensor._base in self.sums
 
-    def _followed(self, name: str, args: Any, result: Any) -> Any:
+    def _classify(self, name: str, args: Any, result: Any) -> Any:
         """Remember what kind of tensor a result is."""
         if name in POSITIONS or (name == "where" and len(args) == 1):
             # Not as many as samples, and they follow from what they are in.
-            self.planned.add(*tree_leaves(result))
+            self.plan_samples.add(*tree_leaves(result))
             return result
-        inputs = [one for one in _flat(args) if isinstance(one, Tensor)]
-        trains = any(one.requires_grad or one in self.trained for one in inputs)
+        inputs = [value for value in _flat(args) if isinstance(value, Tensor)]
+        trains = any(value.requires_grad or value in self.trained_tensors for value in inputs)
         if isinstance(result, tuple | list):
-            parts = [
-                p for p in tree_leaves(result) if isinstance(p, Tensor) and not p.requires_grad
-            ]
-            self.steps.noted.backwards += name == "grad" and bool(
-                parts
-            )  # as torch.autograd.backward
-            self.trained.add(*(one for one in parts if trains and one.dim()))
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            parts = [leaf for leaf in leaves if not leaf.requires_grad]
+            # As torch.autograd.backward.
+            self.steps.notes.backwards += name == "grad" and bool(parts)
+            self.trained_tensors.add(*(part for part in parts if trains and part.dim()))
         if not isinstance(result, Tensor) or result.requires_grad or is_lazy(result):
             return result
-        self._follow(name, args, inputs, result)
+        self._classify_samples(name, args, inputs, result)
         if _drawn_from_outputs(name, inputs):
             return result
         if trains:
             if result.dim():  # a number that is computed from a loss is no weight
-                self.trained.add(result)
+                self.trained_tensors.add(result)
         elif (name == "__getitem__" and result.dim() < 2 and _is_number(_first(args[1]))) or (
-            name not in ("stack", "cat") and any(x in self.single for x in inputs)
+            name not in ("stack", "cat") and any(x in self.single_samples for x in inputs)
         ):
-            self.single.add(result)
+            self.single_samples.add(result)
         return result
 
-    def _follow(self, name: str, args: Any, inputs: list[Tensor], result: Tensor) -> None:
+    def _classify_samples(self, name: str, args: Any, inputs: list[Tensor], result: Tensor) -> None:
         if _changes(name):
             self._forget(result)
-            if name in SUMS and not self.steps.part.late and any(map(self._known, inputs[1:])):
+            planned = any(map(self._is_planned, inputs[1:]))
+            if name in SUMS and planned and not self.steps.part.at_model:
                 self.sums.add(result if result._base is None else result._base)
-        elif any(self._is_sum(one) for one in inputs):
+        elif any(map(self._is_sum, inputs)):
             slices = name == "__getitem__" and isinstance(_first(args[1]), slice)
             slices = name == "narrow" or (slices and not _all_rows(args[1]))
             (self.rows_of_sums if slices else self.sums).add(result)
         elif name in TAKES | DRAWN or (name == "__getitem__" and not _all_rows(args[1])):
             return
         else:
-            for kind in (self.planned, self.loaded):
-                if any(one in kind for one in inputs):
-                    kind.add(result)
+            for samples in (self.plan_samples, self.loader_samples):
+                if any(value in samples for value in inputs):
+                    samples.add(result)
 
-    def _given(
-        self, site: Any, args: tuple[Any, ...], others: Iterable[Any] = ()
+    def _plan_arguments(
+        self, site: Place, args: tuple[Any, ...], others: Iterable[Any] = ()
     ) -> tuple[Any, ...]:
         """The arguments of a call, each as the plan says. Of `others`, numbers are noted."""
-        given = tuple(
-            self._planned((*site, n), one, replaced=False)
-            if isinstance(one, Tensor) and self._is_data(one)
-            else one
-            for n, one in enumerate(args)
+        values = tuple(
+            self._plan(site._replace(argument=n), v, is_made=False) if self._is_data(v) else v
+            for n, v in enumerate(args)
         )
         turn = self._turn(site)
-        lengths = [len(one) if isinstance(one, Tensor) and one.dim() else 0 for one in given]
-        handed = self.steps.handed
-        if handed is None:
-            plain = [one for one in (*given, *others) if isinstance(one, int | float | str)]
-            self.steps.recorded.calls[site, turn] = lengths, repr(plain)
-        elif (
-            self.steps.part.one
-            and not self.steps.part.spread
-            and site[-1] not in PAIRS_NO_ROWS
-            and (site, turn) in handed.records[0].calls
-        ):
-            return self._as_long(given, lengths, handed.records[0].calls[site, turn][0])
-        return given
+        lengths = [len(v) if isinstance(v, Tensor) and v.dim() else 0 for v in values]
+        part, dealer = self.steps.part, self.steps.dealer
+        if dealer is None:
+            numbers = [v for v in (*values, *others) if isinstance(v, int | float | str)]
+            self.steps.record.calls[site, turn] = lengths, repr(numbers)
+        elif part.is_one and not part.all_passes and site.function not in PAIRS_NO_ROWS:
+            of_rank = dealer.records[0].calls.get((site, turn))
+            return self._repeat_constants(values, lengths, of_rank[0]) if of_rank else values
+        return values
 
-    def _as_long(
-        self, given: tuple[Any, ...], lengths: list[int], before: list[int]
+    def _repeat_constants(
+        self, values: tuple[Any, ...], lengths: list[int], of_rank: list[int]
     ) -> tuple[Any, ...]:
         """Repeat constants as long as one rank's batch, if the batch holds all ranks' samples."""
-        world = len(self.steps.handed.records) if self.steps.handed else 1
-        world *= 2 if self.steps.now == TWICE else 1
-        grown = {
-            old for old, new in zip(before, lengths, strict=False) if old and new == world * old
-        }
-        if world == 1 or len(before) != len(given):
-            return given
+        world = len(self.steps.dealer.records) if self.steps.dealer else 1
+        world *= 2 if self.steps.kind_now == TWICE else 1
+        pairs = zip(of_rank, lengths, strict=False)
+        batches = {old for old, new in pairs if old and new == world * old}
+        if world == 1 or len(of_rank) != len(values):
+            return values
         return tuple(
-            torch.cat([one] * world)
-            if old in grown and new == old and isinstance(one, Tensor) and self._is_data(one)
-            else one
-            for one, new, old in zip(given, lengths, before, strict=True)
+            torch.cat([value] * world)
+            if old in batches and new == old and self._is_data(value)
+            else value
+            for value, new, old in zip(values, lengths, of_rank, strict=True)
         )
 
-    def marked(self, place: Any, value: Any) -> Any:
+    def plan_leaf(self, place: tuple[str, int, int], value: Any) -> Any:
         """What to use instead of a leaf of a marked batch."""
-        if not isinstance(value, Tensor) or not value.dim() or self.steps.now == LATER:
+        if not isinstance(value, Tensor) or not value.dim() or self.steps.kind_now == LATER:
             return value
-        with self.unseen():
-            return self._planned((*place, MARKED), value)
+        with self.hidden():
+            return self._plan(Place(*place, function=MARKED), value)
 
-    def _planned(self, place: Any, value: Tensor, replaced: bool = True) -> Tensor:
+    def _plan(self, place: Place, value: Tensor, is_made: bool = True) -> Tensor:
         """`value`, written down, or what the plan says instead.
 
-        `replaced`: also if all ranks had the same, as for samples that are drawn.
+        `is_made`: here, and not only used; then it is replaced also if all ranks had the same.
         """
-        handed, key = self.steps.handed, (place, self._turn(place))
-        if is_marked(key) or not self._known(value):
+        steps, dealer, key = self.steps, self.steps.dealer, (place, self._turn(place))
+        is_marked = place.function == MARKED
+        is_drawn = place.function in DRAWN and place.argument < 0
+        if is_marked or not self._is_planned(value):
             self.entries[place] += 1
-        if handed is None:
-            self._record(key, value, replaced)
+        if dealer is None:
+            self._record(key, value, is_made)
             return value
-        per_rank = handed.of_each_rank(key, self.steps.now)
-        if self._known(value):
+        per_rank = dealer.per_rank(key, steps.kind_now)
+        if self._is_planned(value):
             return value
-        if self.steps.now == DEAL and place[-1] in DRAWN and handed.drawn_alike(key):
-            self.steps.noted.delivered.append(line_of(place))
-        if per_rank is None and self.steps.part.one and place[-1] in DRAWN:
-            self.steps.noted.doubts.append(OFTEN.format(line_of(place)))
-        if not is_marked(key) and (per_rank is None or self._left_alone(key, value, replaced)):
+        if steps.kind_now == DEAL and is_drawn and dealer.drawn_alike(key):
+            steps.notes.deliveries.append(line_of(place))
+        if per_rank is None and steps.part.is_one and is_drawn:
+            steps.notes.doubts.append(OFTEN.format(line_of(place)))
+        if not is_marked and (per_rank is None or self._is_computed(key, value, is_made)):
             return value
-        wanted = self._wanted(handed, key, value)
-        if wanted is None:
-            self.steps.noted.unjoined.append(line_of(place))
+        samples = dealer.rows(steps.kind_now, key, len(value))
+        if samples is None:
+            steps.notes.join_failures.append(line_of(place))
             return value
+        samples = samples.to(value.device)
         rows = len(per_rank[0]) if per_rank else 0
-        joined = place[-1] in DRAWN and 0 < rows < len(wanted)
-        if joined and handed.batch_lengths and rows not in handed.batch_lengths:
-            self.steps.noted.doubts.append(NOT_OF_SAMPLES.format(line_of(place)))
-        if not (wanted.shape == value.shape and alike([wanted, value])):
-            value = wanted.clone()
-        self.planned.add(value)
+        joined = is_drawn and 0 < rows < len(samples)
+        if joined and dealer.loader_lengths and rows not in dealer.loader_lengths:
+            steps.notes.doubts.append(NOT_OF_SAMPLES.format(line_of(place)))
+        if not (samples.shape == value.shape and alike([samples, value])):
+            value = samples.clone()
+        self.plan_samples.add(value)
         return value
 
-    def _wanted(self, handed: Handed, key: Key, value: Tensor) -> Tensor | None:
-        """The samples of the plan on the device of those that they replace; None without any.
-
-        What all ranks draw alike is drawn once per rank if there is a row for each of all samples;
-        what all are sent, too if it has as many rows as a batch.
-        """
-        now = OWN if self.steps.now == TWICE else self.steps.now
-        copies = 2 if self.steps.now == TWICE else 1
-        rows = handed.rows(now, key)
-        per_rank = handed.of_each_rank(key, now) or []
-        if (
-            len(per_rank) > 1
-            and rows is not None
-            and joinable(per_rank)
-            and len(rows) == len(per_rank[0])
-        ):
-            sent = is_delivered(key) and self.steps.part.one and now != COPIES
-            grown = len(value) == copies * len(per_rank) * len(rows)
-            if not (grown or (sent and len(rows) in handed.lengths)):
-                return rows.to(value.device)  # no samples
-            rows = torch.cat(per_rank)
-        if copies == 2 and rows is not None:
-            rows = handed.twice(key, rows)
-        return None if rows is None else rows.to(value.device)
-
-    def _record(self, key: Key, value: Tensor, replaced: bool) -> None:
+    def _record(self, key: Key, value: Tensor, is_made: bool) -> None:
         self.bytes += value.nbytes
         if self.bytes < BYTES:
             # On the CPU: the other ranks, and one process, may have another GPU.
-            self.steps.recorded.samples[key] = value.detach().to("cpu", copy=True)
-        if self._known(value):
-            self.steps.recorded.derived.add(key)
-        elif replaced:  # what a function is given stays as it is in the script
-            self.planned.add(value)
+            self.steps.record.samples[key] = value.detach().to("cpu", copy=True)
+        if self._is_planned(value):
+            self.steps.record.derived_keys.add(key)
+        elif is_made:  # what a function is given stays as it is in the script
+            self.plan_samples.add(value)
 
-    def _left_alone(self, key: Key, value: Tensor, replaced: bool) -> bool:
+    def _is_computed(self, key: Key, value: Tensor, is_made: bool) -> bool:
         """Whether the script computes this from samples or sizes, so that it follows by itself."""
-        handed, place = self.steps.handed, key[0]
-        assert handed is not None
-        assert isinstance(place, tuple)
-        name = _name(place)
+        dealer, name = self.steps.dealer, key[0].function
+        assert dealer is not None
         if name == DELIVERED:
             return False
-        if handed.loaded and name not in DRAWN:
+        if dealer.has_loader and name not in DRAWN:
             return True
-        if not self.steps.part.late and handed.origin(key)[1] in handed.records[0].derived:
+        derived = dealer.origin(key)[1] in dealer.records[0].derived_keys
+        if derived and not self.steps.part.at_model:
             return True
-        if handed.of_sizes(key) or (not replaced and handed.same_everywhere(key)):
+        if dealer.depends_on_sizes(key) or (not is_made and dealer.same_everywhere(key)):
             return True
-        if not self.steps.part.one or name in DRAWN | CHOOSES:
+        if not self.steps.part.is_one or name in DRAWN | CHOOSES:
             return False
-        if self.steps.count == 0 and handed.follows(key, value.cpu()):
-            self.left.add(key)
-        return key in self.left
+        if self.steps.count == 0 and dealer.follows(key, value.cpu()):
+            self.computed_keys.add(key)
+        return key in self.computed_keys
 
-    def unlike_the_first(self, optimizer: int) -> bool:
+    def is_elsewhere(self, optimizer: int) -> bool:
         """Whether samples came into this step where none came into the optimizer's first, or not as
         often.
         """
         first = self.first_entries.setdefault(optimizer, self.entries.copy())
-        loaded = self.steps.handed is not None and self.steps.handed.loaded
+        loader = self.steps.dealer is not None and self.steps.dealer.has_loader
         of_no_loader = DRAWN | {DELIVERED}
         return any(
             first[place] != count
             for place, count in self.entries.items()
-            if not loaded or _name(place) in of_no_loader
+            if not loader or place.function in of_no_loader
         )
 
 
@@ -557,31 +520,26 @@ def _changes(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
-def _name(place: Place) -> Any:
-    """The function at a place, also if the place is one of its arguments."""
-    return place[-1] if isinstance(place[-1], str) else place[-2]
-
-
 def _drawn_from_outputs(name: str, inputs: list[Tensor]) -> bool:
     """Whether this draws a sample per row of a model's output: actions, or noise of its shape."""
     if name not in DRAWN:
         return False
-    outputs = any(one.requires_grad and not one.is_leaf for one in inputs)
+    outputs = any(value.requires_grad and not value.is_leaf for value in inputs)
     return name in CHOSEN or (name.endswith("_like") and outputs)
 
 
 def _flat(args: Any) -> Iterator[Any]:
-    for one in args:
-        if isinstance(one, list | tuple):
-            yield from one
+    for value in args:
+        if isinstance(value, list | tuple):
+            yield from value
         else:
-            yield one
+            yield value
 
 
 def _caller(frame: Any, function: Any) -> Any:
     """The frame that called `function`, which has its own frame if it is written in Python."""
-    own = getattr(function, "__code__", None)
-    while frame.f_code is own or frame.f_globals.get("__name__") == "torch.overrides":
+    code = getattr(function, "__code__", None)
+    while frame.f_code is code or frame.f_globals.get("__name__") == "torch.overrides":
         frame = frame.f_back
     return frame
 

@@ -18,9 +18,9 @@ from ddp_doctor.certificate.guard import (
     end_session,
     guard,
     guarded_folder,
-    temporary,
+    temporary_folder,
 )
-from ddp_doctor.certificate.starts import LAUNCHED, observed_paths, said
+from ddp_doctor.certificate.starts import LAUNCHER, doctor_paths, error_in
 from ddp_doctor.options import FOUND, UNCHECKED, say
 
 TELL_EVERY = 20.0  # seconds after which a wait is explained
@@ -86,16 +86,16 @@ def _run(letter: str, command: str, folder: Path, steps: int, limit: float, **gi
 
     if steps < 1:
         raise NotComparableError(f"--steps is {steps}: pass 1 or more.")
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     part = Part(str(folder), steps, **given)
-    environment |= temporary(folder) | {VARIABLE: json.dumps(asdict(part))}
+    environment |= temporary_folder(folder) | {VARIABLE: json.dumps(asdict(part))}
     with open(folder / "output", "wb") as output:
         process = subprocess.Popen(
             ["/bin/sh", "-c", command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=environment | observed_paths(),
+            env=environment | doctor_paths(),
             start_new_session=True,
         )
     guard().tell(STARTED, process.pid)
@@ -144,7 +144,7 @@ def _failure(code: int, folder: Path) -> str:
     advice = ""
     if TAKEN.search(text):
         advice = " Its port is taken: launch it with torchrun --standalone, or name another port."
-    return f"failed with exit code {code}: {said(text)}.{advice}"
+    return f"failed with exit code {code}: {error_in(text)}.{advice}"
 
 
 def _other_shapes(file: Path) -> str:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from ddp_doctor.certificate.errors import leave
-from ddp_doctor.certificate.record import whole
+from ddp_doctor.certificate.record import full_tensor
 from ddp_doctor.inputs import Inputs
 
 VARIABLE = "DDP_DOCTOR_COMPARE"
@@ -93,12 +93,12 @@ class Recorder:
             if isinstance(inner, DROPOUTS):
                 inner.p = 0.0
         if self.part.weights is None:
-            state = {name: whole(tensor) for name, tensor in tensors.items()}
+            state = {name: full_tensor(tensor) for name, tensor in tensors.items()}
             self._write(f"weights.{number}.pt", state)
         else:
             self._give(tensors, Path(self.part.weights) / f"weights.{number}.pt")
         trained = {self.names[id(parameter)] for parameter in module.parameters()}
-        self.before |= {n: whole(t).clone() for n, t in tensors.items() if n in trained}
+        self.before |= {n: full_tensor(t).clone() for n, t in tensors.items() if n in trained}
 
     def _give(self, tensors: dict[str, Tensor], file: Path) -> None:
         given = torch.load(file, weights_only=True) if file.exists() else {}
@@ -123,7 +123,7 @@ class Recorder:
         for at, parameter in enumerate(parameters):
             held = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             name = self.names.get(id(parameter), f"parameter {at}")
-            gradient[name] = whole(held)
+            gradient[name] = full_tensor(held)
         which = list(self.steps).index(id(optimizer))
         self._write(f"gradient.{number}.{which}.pt", gradient)
         rows = self.inputs.take()
@@ -140,7 +140,7 @@ class Recorder:
         for model in self.models:
             for parameter in model.parameters():
                 name = self.names[id(parameter)]
-                moved[name] = whole(parameter) - self.before[name]
+                moved[name] = full_tensor(parameter) - self.before[name]
         self._write("moved.pt", moved)
         self._write("optimizer.json", type(optimizer).__name__)
         self._leave()

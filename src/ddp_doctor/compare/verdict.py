@@ -54,7 +54,7 @@ class Found:
         unequal = [s.gradient for s in self.steps if s.gradient and s.gradient.kind != "equal"]
         if unequal:
             out += ["", "  worst parameters:"]
-            out += [f"    {worst}" for worst in unequal[0].by_worst[:SHOWN]]
+            out += [f"    {worst}" for worst in unequal[0].worst_first[:SHOWN]]
         return "\n".join(out)
 
     def _hidden(self) -> str:

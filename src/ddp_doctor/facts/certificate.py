@@ -81,30 +81,30 @@ class Certificate:
         return {"version": VERSION, **asdict(self)}
 
     @classmethod
-    def of_json(cls, given: dict[str, Any]) -> Self:
+    def of_json(cls, values: dict[str, Any]) -> Self:
         """What `as_json` returned."""
-        properties = [Property(**_with_worst(one)) for one in given["properties"]]
-        kept = {name: value for name, value in given.items() if name != "version"}
-        return cls(**_with_worst(kept) | {"properties": properties})
+        properties = [Property(**_with_worst(row)) for row in values["properties"]]
+        fields = {name: value for name, value in values.items() if name != "version"}
+        return cls(**_with_worst(fields) | {"properties": properties})
 
     def as_text(self, width: int = 100) -> str:
         """The certificate on a terminal, about ten lines."""
         out = ["─" * width, f"ddp-doctor certificate: {self.verdict.upper()}"]
         if self.world:
-            several = f"{self.micro_batches} backward passes per step"
-            micros = several if self.micro_batches > 1 else "1 micro-batch per step"
+            passes = f"{self.micro_batches} backward passes per step"
+            micros = passes if self.micro_batches > 1 else "1 micro-batch per step"
             out[1] += f", {self.world} rank{'s' * (self.world != 1)}, {micros}"
         if self.ratio is not None and self.cosine is not None:
             out[1] += f", {_numbers(self.ratio, self.factor, self.cosine)}"
         out += [*textwrap.wrap(self.why, width), ""]
-        for one in self.properties:
+        for row in self.properties:
             numbers = ""
-            if one.ratio is not None and one.cosine is not None:
-                numbers = _numbers(one.ratio, one.factor, one.cosine)
-            out.append(f"  {one.name:6}{one.verdict:11} {numbers}".rstrip())
-            repeated = one.judged or one.why == self.why
-            said = TITLES[one.name] if repeated else f"{TITLES[one.name]}. {one.why}"
-            out += textwrap.wrap(said, width, initial_indent=INDENT, subsequent_indent=INDENT)
+            if row.ratio is not None and row.cosine is not None:
+                numbers = _numbers(row.ratio, row.factor, row.cosine)
+            out.append(f"  {row.name:6}{row.verdict:11} {numbers}".rstrip())
+            is_enough = row.judged or row.why == self.why
+            text = TITLES[row.name] if is_enough else f"{TITLES[row.name]}. {row.why}"
+            out += textwrap.wrap(text, width, initial_indent=INDENT, subsequent_indent=INDENT)
         if self.worst is not None and self.verdict != "equal":
             out.append(f"  worst parameter: {self.worst}")
         if self.noise is not None:
@@ -113,9 +113,9 @@ class Certificate:
         return "\n".join([*out, "─" * width])
 
 
-def _with_worst(given: dict[str, Any]) -> dict[str, Any]:
-    worst = given["worst"]
-    return given | {"worst": Worst(**worst) if worst else None}
+def _with_worst(values: dict[str, Any]) -> dict[str, Any]:
+    worst = values["worst"]
+    return values | {"worst": Worst(**worst) if worst else None}
 
 
 def _numbers(ratio: float, factor: str | None, cosine: float) -> str:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ddp_doctor.certificate.measure import TOLERANCE, Comparison, compare, unusable
-from ddp_doctor.certificate.record import whole
+from ddp_doctor.certificate.record import full_tensor
 from ddp_doctor.inputs import Inputs, Rows
 
 Batches = list[Any]  # one per rank
@@ -113,7 +113,7 @@ class Process:
 
     def state(self) -> Gradient:
         """A copy of all parameters and buffers, whole."""
-        return {name: whole(tensor).clone() for name, tensor in self._named().items()}
+        return {name: full_tensor(tensor).clone() for name, tensor in self._named().items()}
 
     def restore(self, weights: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers. Raises KeyError for other names."""
@@ -150,7 +150,7 @@ class Process:
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in trained.items()
         }
-        held = {name: whole(grad).clone() for name, grad in grads.items()}
+        held = {name: full_tensor(grad).clone() for name, grad in grads.items()}
         return held, own if len(own) == len(trained) else None, inputs.take()
 
 

@@ -27,7 +27,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from ddp_doctor.certificate.guard import SOCKETS, end_session, guarded_folder
-from ddp_doctor.certificate.starts import launched
+from ddp_doctor.certificate.starts import rank_variables
 
 LOADED = ("torch._dynamo", "torch.distributed.fsdp", "ddp_doctor.functions.gradients")
 AFTER_A_FAILURE = 5.0  # seconds that the other ranks have
@@ -179,7 +179,8 @@ def _be_rank(end: Connection, task: Task, rank: int) -> None:
     for number in (1, 2):
         os.dup2(output, number)
     os.environ.clear()
-    os.environ.update(task.environment | launched(rank, task.world, 0))  # the group has a file
+    variables = rank_variables(rank, task.world, port=0)  # the group has a file
+    os.environ.update(task.environment | variables)
     try:
         import torch
         import torch.distributed as dist

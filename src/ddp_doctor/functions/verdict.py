@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddp_doctor.certificate.measure import Comparison, called
+from ddp_doctor.certificate.measure import Comparison, factor_name
 from ddp_doctor.functions.gradients import Measured
 from ddp_doctor.functions.processes import Failed
 from ddp_doctor.inputs import Rows, other_rows
@@ -50,7 +50,7 @@ class Certificate:
 
 
 def _numbers(found: Comparison, ranks: int) -> str:
-    name = called(found.ratio, ranks)
+    name = factor_name(found.ratio, ranks)
     return f"ratio {found.ratio:.4f}{f' = {name}' if name else ''}, cosine {found.cosine:.4f}"
 
 
@@ -149,7 +149,7 @@ def _of_properties(
         why = f"The ranks have {times}the right gradient, given that the constant in the loss is "
         return "equal" if is_right else "scaled", why + CONSTANTS[constant]
     if p1.kind == "scaled":
-        name = called(ratio, ranks)
+        name = factor_name(ratio, ranks)
         said = f"{name} = {ratio:.4g}" if name else f"{ratio:.4g}"
         return "scaled", f"The gradient is {said} times that of one process with the same samples."
     return "equal", EQUAL

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ddp_doctor.certificate.starts import launched
+from ddp_doctor.certificate.starts import rank_variables
 from labkit.launch.forks import start_forked, stop_forked
 from labkit.launch.guard import has_children
 from labkit.launch.nodes import reserved_port
@@ -67,7 +67,7 @@ def supervise(caller: Connection, job: Job) -> None:
 def _start(job: Job, rank: int, port: int) -> BaseProcess:
     environment = job.environment | {"FINGERPRINTS": str(job.folder / "steps")}
     if job.launch == "torchrun":
-        environment |= launched(rank, job.ranks, port)
+        environment |= rank_variables(rank, job.ranks, port)
     return start_forked(
         _run_rank,
         job,

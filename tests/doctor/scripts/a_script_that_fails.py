@@ -1,2 +1,0 @@
-# not judged: ValueError: no data
-raise ValueError('no data')

@@ -46,6 +46,12 @@ two_ranks = my_script.replace(
 """,
 )
 
+# %% check_script wrong: the number of samples is written into the script
+ten_samples = my_script.replace(
+    "mse_loss(model(x), y)",
+    'mse_loss(model(x), y, reduction="sum") * dist.get_world_size() / 10',
+)
+
 # %% check_script wrong: equal numbers of samples
 equal_counts = my_script.replace("2 + 6 * dist.get_rank()", "5")
 

@@ -217,11 +217,8 @@ class _Ranks:
         elif code < 0:
             numbers = {number.value: number.name for number in signal.Signals}
             name = numbers.get(-code, f"signal {-code}")  # most real-time signals have no name
-            often = {
-                "SIGABRT": " (often: ranks sent tensors of different sizes)",
-                "SIGKILL": " (often: the system ran out of memory)",
-            }
-            text = f"was killed by {name}{often.get(name, '')}"
+            hint = " (often: the system ran out of memory)" if name == "SIGKILL" else ""
+            text = f"was killed by {name}{hint}"
         else:
             text = f"ended without a result, with exit code {code} (os._exit?)"
         return Report("died", text, time=now)

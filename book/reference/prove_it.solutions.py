@@ -46,10 +46,9 @@ two_ranks = my_script.replace(
 """,
 )
 
-# %% check_script wrong: the number of samples is written into the script
-ten_samples = my_script.replace(
-    "mse_loss(model(x), y)",
-    'mse_loss(model(x), y, reduction="sum") * dist.get_world_size() / 10',
+# %% check_script wrong: the numbers of ranks and samples are written into the script
+two_ranks_ten_samples = my_script.replace(
+    "mse_loss(model(x), y)", 'mse_loss(model(x), y, reduction="sum") * 2 / 10'
 )
 
 # %% check_script wrong: equal numbers of samples

@@ -136,7 +136,7 @@ def in_the_last_line(tensor):
 
 
 # %% check_missing wrong: every call waits
-# store.set( → __import__("time").sleep(1.6)
+# store.set( → __import__("time").sleep(1.2)
 #     store.set(
 
 

@@ -21,7 +21,7 @@ endif
 endif
 EXECUTED := _build/executed
 LAB ?= accumulate_vs_ddp
-LAB_NAME = $(basename $(notdir $(LAB)))
+LAB_NAME = $(patsubst labs/%,%,$(basename $(LAB)))
 RANKS ?= 4
 ARGS ?=
 # Workers of make test and make check; conftest.py chooses how many, if none are given.
@@ -43,7 +43,7 @@ help:
 	@echo "  make setup              set up .venv and nothing else"
 	@echo "  make notebook           open a chapter in JupyterLab [CHAPTER=museum]"
 	@echo "  make figures            all figures to play with, on one page; prints where it is"
-	@echo "  make lab LAB=NAME       run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
+	@echo "  make lab LAB=NAME       run labs/NAME.py under torchrun, such as programs/resume [RANKS=4] [ARGS=…]"
 	@echo "I changed code"
 	@echo "  make check              lint, format, types, and the core's tests: a minute and a half"
 	@echo "  make test               what a change of src, a chapter, or a lab can break [WORKERS=…]"
@@ -127,10 +127,10 @@ test-cluster: $(READY) $(filter test-figures,$(MAKECMDGOALS))
 	@$(BIN)/python -m pytest tests/cluster
 
 figures: $(READY)
-	@$(BIN)/python -m labkit.book.playable_page
+	@$(BIN)/python -m tests.figures.figure_pages
 
 figures-stills: $(READY)
-	@$(BIN)/python -m tests.figures.stills
+	@$(BIN)/python -m tests.figures.figure_pages stills
 
 # Exit code 2 where there is no GPU. `make gpu ARGS="--device cpu"` rehearses without one.
 gpu: $(READY)
@@ -151,9 +151,10 @@ notebook: $(READY)
 update: $(READY)
 	@$(BIN)/python -m labkit.book.chapters update $(CHAPTER)
 
+lab: UNDER_TORCHRUN = -e labkit.launch.lab -e init_process_group
 lab: $(READY)
-	@test -f 'labs/$(LAB_NAME).py' || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l 'labkit.launch.lab' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
-	@grep -q 'labkit.launch.lab' labs/$(LAB_NAME).py || { echo "labs/$(LAB_NAME).py starts its own ranks: $(BIN)/python labs/$(LAB_NAME).py $(ARGS)" >&2; exit 2; }
+	@test -f 'labs/$(LAB_NAME).py' || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l $(UNDER_TORCHRUN) labs/*.py labs/programs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
+	@grep -q $(UNDER_TORCHRUN) labs/$(LAB_NAME).py || { echo "labs/$(LAB_NAME).py starts its own ranks: $(BIN)/python labs/$(LAB_NAME).py $(ARGS)" >&2; exit 2; }
 	@$(BIN)/python -m labkit.launch.nodes --lab --nodes 1 --nproc-per-node '$(RANKS)' labs/$(LAB_NAME).py $(ARGS)
 
 # OPEN=1 opens it in the default browser. The log of requests is not shown.

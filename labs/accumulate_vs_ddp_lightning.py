@@ -29,7 +29,7 @@ import time
 import warnings
 from typing import NamedTuple
 
-from labkit.launch.arguments import positive
+from labkit.launch.arguments import explained_by, positive
 from labkit.launch.memory import available_memory, gc_paused
 
 MEMORY_OF_A_DEVICE = 300e6  # bytes: a process that Lightning starts imports it anew
@@ -41,27 +41,6 @@ VERSIONS = {  # name: (the first Trainer has strategy="ddp", the seed comes befo
     "strategy-removed": (False, False),
     "both-fixed": (False, True),
 }
-
-
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--version", choices=VERSIONS, help="run only this one, with more detail")
-    parser.add_argument(
-        "--devices", type=positive, default=4, help="of the second Trainer (default 4)"
-    )
-    parser.add_argument(
-        "--accumulate", type=positive, default=1, help="its batches per step (default 1)"
-    )
-    parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
-    parser.add_argument(
-        "--unseeded",
-        type=lambda text: None if text == "none" else int(text),
-        default=1000,
-        help='stands in for a missing seed (default 1000); "none" for no seed at all',
-    )
-    return parser.parse_args()
 
 
 def refuse_torchrun() -> None:
@@ -79,7 +58,22 @@ def refuse_torchrun() -> None:
 if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and errors are printed at once.
     refuse_torchrun()
-    ARGUMENTS = arguments_of_this_lab()
+    parser = explained_by(__doc__)
+    parser.add_argument("--version", choices=VERSIONS, help="run only this one, with more detail")
+    parser.add_argument(
+        "--devices", type=positive, default=4, help="of the second Trainer (default 4)"
+    )
+    parser.add_argument(
+        "--accumulate", type=positive, default=1, help="its batches per step (default 1)"
+    )
+    parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
+    parser.add_argument(
+        "--unseeded",
+        type=lambda text: None if text == "none" else int(text),
+        default=1000,
+        help='stands in for a missing seed (default 1000); "none" for no seed at all',
+    )
+    ARGUMENTS = parser.parse_args()
 
 # Once, for the forks to share.
 with gc_paused():
@@ -97,21 +91,6 @@ with gc_paused():
         gradient_norms,
     )
     from labkit.tables import Cell, table
-
-
-class Program(NamedTuple):
-    """One version of the program.
-
-    `unseeded` is what a process without a seed uses instead: process r seeds with `unseeded + r`,
-    so that a run can be repeated. None leaves it truly unseeded.
-    """
-
-    first_ddp: bool
-    seed_first: bool
-    seed: int
-    devices: int
-    accumulate: int
-    unseeded: int | None
 
 
 class Seen(NamedTuple):
@@ -158,26 +137,26 @@ class GradientPrinter(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def run_both_trainers(program: Program) -> list[Seen]:
+def run_both_trainers(first_ddp: bool, seed_first: bool, given: argparse.Namespace) -> list[Seen]:
     """Run both Trainers in this process, and return what each process of the second one saw.
 
     Lightning starts the second Trainer's other processes by running this script again, so every
     process calls this function. Each of them returns the whole list, in the order of ranks.
     """
     _silence()
-    data = _draw(program)
+    data = _draw(seed_first, given)
 
-    pl.seed_everything(program.seed, workers=True, verbose=False)
+    pl.seed_everything(given.seed, workers=True, verbose=False)
     first = GradientPrinter()
-    strategy = "ddp" if program.first_ddp else "auto"
+    strategy = "ddp" if first_ddp else "auto"
     trainer = _trainer(devices=1, strategy=strategy, accumulate_grad_batches=len(data))
     trainer.fit(first, DataLoader(data, batch_size=1))
     local_rank_left = os.environ.get("LOCAL_RANK")
 
-    pl.seed_everything(program.seed, workers=True, verbose=False)
+    pl.seed_everything(given.seed, workers=True, verbose=False)
     second = GradientPrinter()
     trainer = _trainer(
-        devices=program.devices, strategy="ddp", accumulate_grad_batches=program.accumulate
+        devices=given.devices, strategy="ddp", accumulate_grad_batches=given.accumulate
     )
     trainer.fit(second, DataLoader(data, batch_size=1))
 
@@ -195,12 +174,13 @@ def run_both_trainers(program: Program) -> list[Seen]:
     return _gather(seen)
 
 
-def _draw(program: Program) -> TensorDataset:
-    if program.seed_first:
-        pl.seed_everything(program.seed, workers=True, verbose=False)
-    elif program.unseeded is not None:
-        torch.manual_seed(program.unseeded + int(os.environ.get("LOCAL_RANK", "0")))
-    return draw_toy_data(program.devices * program.accumulate)
+def _draw(seed_first: bool, given: argparse.Namespace) -> TensorDataset:
+    """Without a seed, process r seeds with `given.unseeded + r`; None is truly unseeded."""
+    if seed_first:
+        pl.seed_everything(given.seed, workers=True, verbose=False)
+    elif given.unseeded is not None:
+        torch.manual_seed(given.unseeded + int(os.environ.get("LOCAL_RANK", "0")))
+    return draw_toy_data(given.devices * given.accumulate)
 
 
 def _trainer(**options: object) -> pl.Trainer:
@@ -228,23 +208,11 @@ def _silence() -> None:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
 
-def program(version: str, arguments: argparse.Namespace) -> Program:
-    first_ddp, seed_first = VERSIONS[version]
-    return Program(
-        first_ddp,
-        seed_first,
-        arguments.seed,
-        arguments.devices,
-        arguments.accumulate,
-        arguments.unseeded,
-    )
-
-
 def run_version(version: str, arguments: argparse.Namespace) -> list[Seen]:
     # What Lightning's further processes are started with.
     own = {"version": version, **{k: v for k, v in vars(arguments).items() if k != "version"}}
     sys.argv[1:] = [f"--{name}={str(value).lower()}" for name, value in own.items()]
-    return run_both_trainers(program(version, arguments))
+    return run_both_trainers(*VERSIONS[version], arguments)
 
 
 def run_versions(arguments: argparse.Namespace) -> dict[str, list[Seen]]:

@@ -44,15 +44,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from labkit.launch.arguments import parse_arguments, positive
+from labkit.launch.arguments import explained_by, parse_arguments, positive
 
 PER_RANK = {"stack": 256, "transformer": 8}  # samples
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of model and data (default 0)")
     parser.add_argument("--model", choices=PER_RANK, default="stack", help="(default stack)")
     parser.add_argument(
@@ -72,22 +71,17 @@ def arguments_of_this_lab() -> argparse.Namespace:
     parser.add_argument(
         "--save", type=Path, metavar="FOLDER", help="for a timeline and traces of rank 0"
     )
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.lab import join_ranks
+from labkit.profiling.recorded_ways import torch_ddp
 from labkit.profiling.recording import RankRecording, Recorder, merge
 from labkit.profiling.slow_link import SlowLink
-from labkit.scenarios.toy_steps import ToyStep, loss_of, small_transformer, stack_of_linears
+from labkit.scenarios.toy_steps import loss_of, small_transformer, stack_of_linears
 from labkit.tables import Cell, bitwise_difference, bound, table
 from labkit.testing.compare import flatten, gradients
 from miniddp import MiniDDP
@@ -116,21 +110,12 @@ def ways(cap: float | None) -> dict[str, Callable[[nn.Module, dist.ProcessGroup]
         "buckets": partial(Bucketed, bucket_cap_mb=cap),
         "buckets, overlapped": partial(BucketedOverlapped, bucket_cap_mb=cap),
         "MiniDDP": partial(mini_ddp, bucket_cap_mb=cap),
-        DDP: partial(torchs_ddp, bucket_cap_mb=cap),
+        DDP: partial(torch_ddp, bucket_cap_mb=cap),
     }
 
 
 def mini_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
     return MiniDDP(module, process_group=group, **options)
-
-
-def torchs_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
-    return DistributedDataParallel(module, process_group=group, **options)
-
-
-def toy(name: str, seed: int, samples: int) -> ToyStep:
-    make = {"stack": stack_of_linears, "transformer": small_transformer}[name]
-    return make(seed, samples=samples)
 
 
 class Apart(NamedTuple):
@@ -265,7 +250,8 @@ def main(arguments: argparse.Namespace) -> None:
         if arguments.gbit is not None and place.device.type != "cpu":
             raise SystemExit("--gbit slows down a link between CPU ranks; these are on GPUs")
         samples = (arguments.samples or PER_RANK[arguments.model]) * place.world_size
-        model, batch = toy(arguments.model, arguments.seed, samples)
+        make = {"stack": stack_of_linears, "transformer": small_transformer}[arguments.model]
+        model, batch = make(arguments.seed, samples=samples)
         model, batch = model.to(place.device), batch.to(place.device)
         alone = copy.deepcopy(model)
         loss_of(alone(batch)).backward()

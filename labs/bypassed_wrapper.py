@@ -24,30 +24,21 @@ exit code is 1 if a number differs from the printed one, or if the fixed replica
 
 # ruff: noqa: E402
 import argparse
-from typing import NoReturn
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import explained_by, parse_arguments
 
 SEED = 0
 FIXES = ("none", "all-reduce", "wrapper", "prepared")
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=SEED, help=f"the model's (default {SEED})")
-    parser.add_argument("--fix", choices=FIXES, default="all-reduce", help="(default all-reduce)")
-    return parse_arguments(parser)
-
-
 if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    parser = explained_by(__doc__)
+    parser.add_argument("--seed", type=int, default=SEED, help=f"the model's (default {SEED})")
+    parser.add_argument("--fix", choices=FIXES, default="all-reduce", help="(default all-reduce)")
+    ARGUMENTS = parse_arguments(parser)
 
-import torch.distributed as dist
-
-from labkit.launch.lab import Place, join_ranks
+from labkit.launch.lab import join_ranks, refuse
 from labkit.scenarios.unwrapped_loss import (
     PRINTED_DRIFT,
     PRINTED_GRADIENTS,
@@ -85,7 +76,12 @@ def against(theirs: str, ours: Cell) -> Row:
 def main(arguments: argparse.Namespace) -> None:
     with join_ranks() as place:
         if place.world_size != WORLD_SIZE:
-            refuse_other_world_sizes(place)
+            refuse(
+                place,
+                f"The pull request's toy has {WORLD_SIZE} ranks, not {place.world_size}. "
+                "Start it with\n"
+                f"    torchrun --standalone --nproc-per-node {WORLD_SIZE} labs/bypassed_wrapper.py",
+            )
         bypassed = trajectory("none", seed=arguments.seed, device=place.device)
         fixed = trajectory(arguments.fix, seed=arguments.seed, device=place.device)
 
@@ -110,18 +106,6 @@ def main(arguments: argparse.Namespace) -> None:
             print("\nThe fixed replicas diverge.")
     if wrong or any(step.drift for step in fixed):
         raise SystemExit(1)
-
-
-def refuse_other_world_sizes(place: Place) -> NoReturn:
-    if place.rank == 0:
-        print(
-            f"The pull request's toy has {WORLD_SIZE} ranks, not {place.world_size}. "
-            "Start it with\n"
-            f"    torchrun --standalone --nproc-per-node {WORLD_SIZE} labs/bypassed_wrapper.py",
-            flush=True,
-        )
-    dist.barrier()  # torchrun ends rank 0, too, once another rank has failed
-    raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -24,24 +24,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from labkit.launch.arguments import parse_arguments, positive
+from labkit.launch.arguments import explained_by, parse_arguments, positive
 
 TOLERANCE = 1e-5  # relative, in float32
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    parser = explained_by(__doc__)
     parser.add_argument("--width", type=positive, default=256, help="of a layer (default 256)")
     parser.add_argument("--layers", type=positive, default=3, help="layers (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default 0)")
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch
 from torch import Tensor, nn

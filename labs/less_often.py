@@ -21,20 +21,17 @@ The exit code is 1 if local SGD with H = 1 differs from DDP by more than roundin
 weights differ after a synchronization.
 """
 
-# ruff: noqa: E402
 import argparse
 import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from labkit.launch.arguments import parse_arguments, positive
+from labkit.launch.arguments import explained_by, parse_arguments, positive
 
-
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of model and data (default 0)")
     parser.add_argument(
         "--every",
@@ -57,12 +54,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
         type=float,
         help="slow the link down to this many Gbit/s (CPU ranks on one machine)",
     )
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch
 import torch.distributed as dist

@@ -24,16 +24,15 @@ import copy
 from contextlib import nullcontext
 from typing import NamedTuple
 
-from labkit.launch.arguments import parse_arguments, positive
+from labkit.launch.arguments import explained_by, parse_arguments, positive
 
 VARIANTS = ("each-part", "own-window", "whole-step")
 SEED = 0
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    parser = explained_by(__doc__)
     parser.add_argument(
         "--seed", type=int, default=SEED, help=f"seed of the captions (default {SEED})"
     )
@@ -49,12 +48,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
         default="whole-step",
         help="the variant that the exit code is about (default whole-step)",
     )
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch
 from torch import Tensor

@@ -14,7 +14,6 @@ With several processes each case runs twice: with average_tokens_across_devices 
 off. A last table shows what Accelerate alone does, without the Trainer.
 """
 
-import argparse
 import logging
 import os
 import tempfile
@@ -22,29 +21,22 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import explained_by, parse_arguments
 from labkit.launch.memory import gc_paused
 
 SEED = 0
 SEQUENCES = 16
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
-    given = parse_arguments(parser)
+    ARGUMENTS = parse_arguments(parser)
     if (world_size := int(os.environ.get("WORLD_SIZE", 1))) not in (1, 2, 4):
         raise SystemExit(
             f"{SEQUENCES} sequences are shared among 1, 2 or 4 processes, not {world_size}"
         )
-    return given
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
 
 # The imports below read these: nothing is downloaded, and GPUs are not used.
 os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TORCH_CPP_LOG_LEVEL="ERROR")

@@ -16,30 +16,23 @@ The exit code is 1 if the rule's gradients are not right, or if another way's ar
 """
 
 # ruff: noqa: E402
-import argparse
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import explained_by, parse_arguments
 
 MESHES = ("context", "tensor", "expert", "hsdp", "pipeline")
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    parser = explained_by(__doc__)
     parser.add_argument(
         "--mesh", choices=[*MESHES, "all"], default="all", help="the second dimension (default all)"
     )
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch.distributed as dist
 
-from labkit.launch.lab import join_ranks
+from labkit.launch.lab import join_ranks, refuse
 from labkit.scenarios.meshes import WAYS, Judged, Measured, judge, measure
 from labkit.tables import table
 from miniddp.collectives.mesh import Mesh
@@ -60,9 +53,10 @@ def main(chosen: str) -> None:
     wrong = []
     with join_ranks() as place:
         if place.world_size != 4:
-            raise SystemExit(
+            refuse(
+                place,
                 f"A mesh of 2 × 2 has 4 ranks, not {place.world_size}. Start it with\n"
-                "    torchrun --standalone --nproc-per-node 4 labs/over_which_group.py"
+                "    torchrun --standalone --nproc-per-node 4 labs/over_which_group.py",
             )
         for name in MESHES if chosen == "all" else [chosen]:
             ways = WAYS[name]

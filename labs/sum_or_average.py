@@ -22,34 +22,26 @@ rank a ratio is not the expected one, or a distance exceeds rounding where it sh
 """
 
 # ruff: noqa: E402
-import argparse
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import explained_by, parse_arguments
 
 SEED = 0
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    parser = explained_by(__doc__)
     parser.add_argument(
         "--seed", type=int, default=SEED, help=f"seed of the data and of the model (default {SEED})"
     )
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
+from labkit.launch.lab import Place, join_ranks, largest_on_any_rank, refuse
 from labkit.scenarios.sum_and_average import (
     BATCH,
     COMBINATIONS,
@@ -126,7 +118,12 @@ def train_and_compare(way: Way, seed: int, place: Place) -> WayResult:
 def main(seed: int) -> None:
     with join_ranks() as place:
         if BATCH % place.world_size:
-            refuse_world_size(place)
+            refuse(
+                place,
+                f"{BATCH} samples cannot be divided evenly among {place.world_size} ranks. Start "
+                "it on 1, 2, 4, 8, or 16 ranks, for example\n"
+                "    torchrun --standalone --nproc-per-node 2 labs/sum_or_average.py",
+            )
         shares = dict.fromkeys((BATCH // place.world_size, BATCH))
         ways = [Way(loss, c, share) for share in shares for loss in LOSSES for c in COMBINATIONS]
         rows: list[list[Cell]] = []
@@ -141,32 +138,11 @@ def main(seed: int) -> None:
                 wrong.append(way)
         if place.rank == 0:
             print(f"One process: {BATCH} samples per step, lr {LEARNING_RATE:g}.")
-            headers = [
-                "loss",
-                "combined",
-                "per rank",
-                "in all",
-                "ratio",
-                "lr",
-                *WRAPPERS,
-                "from 16",
-            ]
-            print(table(headers, rows))
+            headers = ["loss", "combined", "per rank", "in all", "ratio", "lr"]
+            print(table([*headers, *WRAPPERS, "from 16"], rows))
     if wrong:
         ways_in_words = "; ".join(f"{way.loss} loss, {way.combine}" for way in wrong)
         raise SystemExit(f"not what one process does: {ways_in_words}")
-
-
-def refuse_world_size(place: Place) -> NoReturn:
-    if place.rank == 0:
-        print(
-            f"{BATCH} samples cannot be divided evenly among {place.world_size} ranks. Start it on "
-            "1, 2, 4, 8, or 16 ranks, for example\n"
-            "    torchrun --standalone --nproc-per-node 2 labs/sum_or_average.py",
-            flush=True,
-        )
-    dist.barrier()  # torchrun ends rank 0, too, once another rank has failed
-    raise SystemExit(1)
 
 
 if __name__ == "__main__":

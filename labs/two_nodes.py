@@ -25,34 +25,28 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
-from labkit.launch.arguments import parse_arguments, positive
+from labkit.launch.arguments import explained_by, parse_arguments, positive
 
 MIB = 2**20
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    parser = explained_by(__doc__)
     parser.add_argument("--mib", type=float, default=4, help="MiB of gradients (default 4)")
     parser.add_argument(
         "--repeat", type=positive, default=5, help="timed all-reduces of each kind (default 5)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the gradients (default 0)")
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from labkit.launch.lab import Place, join_ranks
+from labkit.profiling.sent_bytes import counted
 from labkit.tables import table
 from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
 
@@ -86,15 +80,10 @@ def sent_to_other_nodes(
     ranks_per_node: int, all_reduce: Callable[[Tensor], None], x: Tensor
 ) -> int:
     """Run `all_reduce`; return the bytes that this rank sent to ranks on other nodes."""
-    exchange, here = dist.batch_isend_irecv, dist.get_rank() // ranks_per_node
-    with mock.patch.object(dist, "batch_isend_irecv", wraps=exchange) as watched:
+    here = dist.get_rank() // ranks_per_node
+    with counted() as sent:
         all_reduce(x)
-    return sum(
-        operation.tensor.nbytes
-        for call in watched.call_args_list
-        for operation in call.args[0]
-        if operation.op is dist.isend and operation.peer // ranks_per_node != here
-    )
+    return sum(nbytes for peer, nbytes in sent.items() if peer // ranks_per_node != here)
 
 
 def wait_for_the_gpu(place: Place) -> None:

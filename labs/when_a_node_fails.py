@@ -27,7 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from labkit.launch.arguments import parse_arguments, positive
+from labkit.launch.arguments import explained_by, parse_arguments, positive
 
 
 class Moment(NamedTuple):
@@ -42,10 +42,9 @@ class Moment(NamedTuple):
         return cls(int(rank), int(step))
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of model and data (default 0)")
     parser.add_argument("--steps", type=int, default=12, help="number of steps (default 12)")
     parser.add_argument(
@@ -77,12 +76,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
         default=60,
         help="time limit of one all-reduce, in seconds (default 60)",
     )
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 import torch
 import torch.distributed as dist

@@ -22,15 +22,14 @@ import argparse
 import copy
 from typing import NamedTuple
 
-from labkit.launch.arguments import parse_arguments, positive
+from labkit.launch.arguments import explained_by, parse_arguments, positive
 
 WAYS = ("own micro-batch", "own window", "all ranks")
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    parser = explained_by(__doc__)
     parser.add_argument("--seed", type=int, default=6, help="seed of the completions (default 6)")
     parser.add_argument("--prompts", type=positive, default=12, help="groups of four (default 12)")
     parser.add_argument(
@@ -48,12 +47,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
         default="all ranks",
         help="the way that the exit code is about (default: all ranks)",
     )
-    return parse_arguments(parser)
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_lab()
+    ARGUMENTS = parse_arguments(parser)
 
 from torch.nn.parallel import DistributedDataParallel
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from labkit.launch import ranks
+from labkit.launch.rank_states import Stillness
 from labkit.launch.ranks import RanksError, RanksTimeoutError
-from labkit.launch.stillness import Stillness
 from labkit.launch.supervisor import bind
 
 STUCK = 1.5  # seconds without a move

@@ -9,7 +9,7 @@ import yaml
 
 from labkit.book import predict
 from labkit.book.chapters import chapters_of, normalize
-from labkit.book.passage import passage
+from labkit.book.repeated import passage
 from labkit.launch.scripts import project_root
 
 ROOT = project_root()

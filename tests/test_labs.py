@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import sys
 
 import pytest
@@ -103,13 +102,6 @@ def test_a_lab_that_was_started_the_wrong_way_says_how_to_start_it(script, envir
 def test_ranks_and_values_that_a_lab_cannot_use_are_refused_in_words(lab, arguments, ranks, said):
     with pytest.raises(ScriptError, match=said):
         run_script(f"labs/{lab}.py", *arguments, ranks=ranks)
-
-
-def test_where_ranks_differ_each_table_is_below_the_ranks_that_have_it():
-    below_their_ranks = runpy.run_path(ACCUMULATE)["below_their_ranks"]
-    assert below_their_ranks(["a", "a", "a"]) == "equal on ranks 0–2\na"
-    assert below_their_ranks(["a", "b", "a"]) == "ranks 0, 2 of 3\na\n\nrank 1 of 3\nb"
-    assert below_their_ranks(["a"]) == "rank 0 of 1\na"
 
 
 DDP = "    ddp(pixels, captions).backward()\n"
@@ -221,6 +213,7 @@ def test_a_lab_fails_if_its_numbers_do_not_agree_or_are_no_numbers(fault, custom
         (["lab", "LAB=no_such_lab"], "There is no labs/no_such_lab.py. There are:"),
         (["lab", "LAB=which mean"], "There is no labs/which mean.py. There are:"),
         (["lab", "LAB=accumulate_vs_ddp_lightning"], "starts its own ranks: .venv/bin"),
+        (["lab", "LAB=programs/resume", "RANKS=٣"], "'٣' is no number of ranks"),
         (["serve", "PORT=abc"], "PORT is a whole number, and PORT=abc is not"),
         (["check", "WORKERS=two"], "WORKERS is a whole number, and WORKERS=two is not"),
         (["book", "PYTHON=python3", "-n"], "labkit.book.chapters execute"),

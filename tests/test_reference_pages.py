@@ -12,7 +12,7 @@ from in_process import run_in_process
 from torch.distributed import utils
 
 from ddp_doctor.explain.findings import CATALOG
-from labkit.book.api import named
+from labkit.book.repeated import named
 from labkit.launch import project_root
 from labkit.launch.nodes import run_warm
 from miniddp import buckets, replicas

@@ -157,8 +157,8 @@ class CountsAnew(WithUnused):
     def announce(self, output):
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
-        self.launched, self.order = 0, []
-        super().announce(output)
+        self.launched, self.order, self.expecting = 0, [], True
+        self.absent = unreached(self.parameters, output) if self.find_unused else []
 
 
 # %% check_invariants right: the same buckets are made again
@@ -246,3 +246,5 @@ def one_backward(ddp, window):
 # %% check_window blind calls: each rank calls it once
 # %% check_plan blind statement, line 4: done twice, it is the same
 # %% check_plan blind frozen: no parameter is frozen
+# %% check_invariants blind frozen: a reducer holds no frozen parameter
+# %% check_invariants blind \[:-1\]: the exception comes before the last bucket

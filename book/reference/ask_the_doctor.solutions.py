@@ -38,4 +38,4 @@ in_a_comment = my_script.replace(
 ).replace("with model.no_sync():", "if True:")
 
 
-# %% check_findings blind number, line (9|14): the model and the data are free
+# %% check_findings blind number, line (9|1[47]): the model and the data are free

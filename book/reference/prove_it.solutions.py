@@ -81,4 +81,4 @@ scaled_afterward = my_script.replace(
 )
 
 
-# %% check_script blind number, line 1[13]: steps and learning rate are free
+# %% check_script blind line 1[0135]: steps, model, optimizer, and data are free

@@ -19,9 +19,8 @@ from labkit.launch import run_ranks
 from labkit.testing import museum, ratio_and_cosine, trial
 from labkit.testing.compare import Comparison, gradients
 from labkit.testing.invariants import INVARIANTS, violations
-from labkit.testing.late import late_collectives
 from labkit.testing.overlap import communication_overlaps_backward
-from labkit.testing.watch import RecordedCollectives
+from labkit.testing.watch import RecordedCollectives, late_collectives
 
 Data = Sequence[Sequence[trial.MicroBatch]]
 Test = Callable[[trial.Wrap, int, int], None]

@@ -3,15 +3,15 @@
 import argparse
 from pathlib import Path
 
+from labkit.launch.arguments import explained_by
+
 # The names of `paired_timing.benchmark_models`, which needs torch.
 MODELS = ("wide MLP", "600 small tensors", "transformer")
 
 
 def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that all benchmarks take."""
-    made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = explained_by(description)
     made.add_argument(
         "--quick",
         action="store_true",

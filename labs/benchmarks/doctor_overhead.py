@@ -8,29 +8,22 @@ The table has rank 0's times. The median leaves out the steps that are observed 
 not.
 """
 
-# ruff: noqa: E402
 import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from benchmark_options import benchmark_parser
 from labkit.launch.arguments import positive
 
-
-def arguments_of_this_benchmark() -> argparse.Namespace:
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
     arguments = benchmark_parser(__doc__)
     arguments.add_argument(
         "--rounds", type=positive, default=20, help="pairs of blocks (default 20)"
     )
-    return arguments.parse_args()
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_benchmark()
+    ARGUMENTS = arguments.parse_args()
 
 import torch
 from torch import nn
@@ -41,53 +34,33 @@ from ddp_doctor.observe.session import Session
 from ddp_doctor.options import Options
 from labkit.launch.ranks import run_ranks
 from labkit.tables import table
-from paired_timing import write_json
+from paired_timing import BenchmarkModel, benchmark_models, write_json
 
-# How to build it, and the shape of a rank's inputs.
-Model = tuple[Callable[[], nn.Module], tuple[int, ...]]
-SIZES = ((12, 1024), (300, 64), (8, 256))  # the layers of each model, and their width
-QUICK_SIZES = ((3, 64), (10, 8), (1, 16))
 BLOCK = 10
 
 
-def linears(count: int, width: int) -> Model:
-    return lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(count))), (16, width)
+def with_small_inputs(model: BenchmarkModel) -> BenchmarkModel:
+    """16 samples per rank, or 4 sequences of 32: less to compute, so that what is added shows."""
+    width = model.shape[-1]
+    return model._replace(shape=(16, width) if len(model.shape) == 2 else (4, 32, width))
 
 
-def transformer(layers: int, width: int) -> Model:
-    def build() -> nn.Module:
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-        return nn.TransformerEncoder(layer, layers)
-
-    return build, (4, 32, width)
-
-
-def models(quick: bool) -> dict[str, Model]:
-    """By name; with `quick`, small ones that only show that the code runs."""
-    wide, deep, encoder = QUICK_SIZES if quick else SIZES
-    return {
-        f"{wide[0]} × Linear({wide[1]})": linears(*wide),
-        f"{deep[0]} × Linear({deep[1]})": linears(*deep),
-        f"transformer, {encoder[0]} layers of {encoder[1]}": transformer(*encoder),
-    }
-
-
-def blocks(model: Model, rounds: int, block: int) -> tuple[list[float], list[float]]:
+def blocks(
+    rank: int, model: BenchmarkModel, rounds: int, block: int
+) -> tuple[list[float], list[float]]:
     """Seconds of every step: with the doctor, and without."""
-    build, shape = model
-    torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         session = Session(Options(), Path(folder))
         session.open()
         patches = install(session)
-        model = DistributedDataParallel(build())
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        inputs = torch.randn(shape)
+        ddp = DistributedDataParallel(model.module())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
+        inputs = model.inputs(rank)
 
         def step() -> float:
             begun = time.perf_counter()
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(inputs), inputs).backward()
+            nn.functional.mse_loss(ddp(inputs), inputs).backward()
             optimizer.step()
             return time.perf_counter() - begun
 
@@ -107,17 +80,15 @@ def blocks(model: Model, rounds: int, block: int) -> tuple[list[float], list[flo
 def main(given: argparse.Namespace) -> None:
     rounds, block = (1, 1) if given.quick else (given.rounds, BLOCK)
     rows, seconds = [], {}
-    for name, model in models(given.quick).items():
-        observed, plain = run_ranks(blocks, 2, model, rounds, block, timeout=900, device="cpu")[0]
+    for name, model in benchmark_models(given.quick).items():
+        small = with_small_inputs(model)
+        observed, plain = run_ranks(blocks, 2, small, rounds, block, timeout=900, device="cpu")[0]
         seconds[name] = {"with": observed, "without": plain}
         one, other = statistics.median(observed), statistics.median(plain)
-        rows.append([name, 1e3 * other, 1e3 * one, one / other, _mean(observed) / _mean(plain)])
+        means = statistics.mean(observed) / statistics.mean(plain)
+        rows.append([name, 1e3 * other, 1e3 * one, one / other, means])
     print(table(["model", "ms without", "ms with", "median ratio", "mean ratio"], rows, digits=3))
     write_json(given.json, {"quick": given.quick, "seconds": seconds})
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 if __name__ == "__main__":

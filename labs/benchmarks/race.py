@@ -18,21 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from labkit.launch.arguments import explained_by
+
 RESULTS = Path(__file__).parent / "results"
-
-
-def arguments_of_this_benchmark() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the race there")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_benchmark()
+    parser = explained_by(__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the race there")
+    ARGUMENTS = parser.parse_args()
 
 import matplotlib.pyplot as plt
 

@@ -13,7 +13,6 @@ microseconds since the start of the step. `simulated ms` in the table is compute
 which that way's own gradients were ready, so the error comes from the network alone.
 """
 
-# ruff: noqa: E402
 import argparse
 from functools import partial
 from typing import Any
@@ -21,18 +20,13 @@ from typing import Any
 from benchmark_options import benchmark_parser
 from labkit.launch.arguments import positive
 
-
-def arguments_of_this_benchmark() -> argparse.Namespace:
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
     arguments = benchmark_parser(__doc__)
     arguments.add_argument(
         "--rounds", type=positive, default=5, help="rounds of all ways (default 5)"
     )
-    return arguments.parse_args()
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_benchmark()
+    ARGUMENTS = arguments.parse_args()
 
 from labkit.profiling.cost_model import Backward, Link, backward_of
 from labkit.profiling.recorded_ways import Way, record_ways, torch_ddp

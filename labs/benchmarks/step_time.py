@@ -52,7 +52,8 @@ LINKS = {"loopback": None, "1gbit": 1.0}
 SHARDED = ("fully_shard", "torch fully_shard")
 
 
-def arguments_of_this_benchmark() -> argparse.Namespace:
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
     arguments = benchmark_parser(__doc__)
     add_models(arguments)
     arguments.add_argument("--ranks", nargs="+", type=positive, default=[2, 4])
@@ -79,17 +80,11 @@ def arguments_of_this_benchmark() -> argparse.Namespace:
         default=1,
         help="how many of each contender take turns in each round (default 1)",
     )
-    given = arguments.parse_args()
-    if given.only and given.json:
+    ARGUMENTS = arguments.parse_args()
+    if ARGUMENTS.only and ARGUMENTS.json:
         arguments.error("--json stores every contender of a cell: leave out --only, or --json")
-    if given.device == "cuda" and given.link != ["loopback"]:
+    if ARGUMENTS.device == "cuda" and ARGUMENTS.link != ["loopback"]:
         arguments.error("--device cuda needs --link loopback: the slow link is for the CPU only")
-    return given
-
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help and errors are printed at once.
-    ARGUMENTS = arguments_of_this_benchmark()
 
 import torch
 import torch.distributed as dist

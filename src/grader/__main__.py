@@ -16,6 +16,7 @@ from grader.sandbox import SandboxError
 from grader.source import SourceError, read_assignment
 from grader.student import read_release, validate
 from grader.submissions import find_submissions
+from labkit.launch.arguments import positive
 
 _TRUST = "run without a sandbox: students' code can then read and change all that you can"
 _SOURCES = {"type": Path, "nargs": "+", "metavar": "SOURCE", "help": "source notebooks"}
@@ -46,12 +47,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m grader", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -75,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("submissions", type=Path, nargs="+", metavar="SUBMISSIONS")
     add("--assignment", type=Path, required=True, help="the source notebook")
     add("--out", type=Path, required=True, help="where the results go")
-    add("--jobs", type=_positive, help="submissions at a time (default: the cores and one)")
+    add("--jobs", type=positive, help="submissions at a time (default: the cores and one)")
     add("--seed", type=int, help="the inputs of an earlier run, for an appeal")
     add("--again", action="store_true", help="regrade existing results, too")
     add("--trust", action="store_true", help=_TRUST)

@@ -4,12 +4,13 @@ The key is executed first, on inputs drawn from the seed; what it returns is wha
 code here is the teacher's, so one sandbox serves for all of it.
 """
 
+import contextlib
 import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Self
+from typing import Any
 
 from grader.outputs import Results, are_same
 from grader.sandbox import EndedError, Sandbox
@@ -56,26 +57,20 @@ def run_check(
     The check is lost then; the other groups would not change that.
     """
     outcomes: list[Outcome] = []
+    request = {"call": "run", "source": check.source, "cells": cells, "seed": seed}
+    request["seconds"] = seconds or check.seconds
     for group, wanted in zip_longest(inputs, key):
-        outcomes.append(_run_group(sandbox, check, cells, group, seed, seconds or check.seconds))
+        outcomes.append(_outcome(sandbox, request | {"givens": group}))
         found = outcomes[-1].results
         if found is None or (wanted is not None and not are_same(found, wanted, check.tolerance)):
             break
     return outcomes
 
 
-def _run_group(
-    sandbox: Sandbox,
-    check: CheckSource,
-    cells: list[list[str]],
-    inputs: list[dict[str, Any]],
-    seed: int,
-    seconds: float,
-) -> Outcome:
+def _outcome(sandbox: Sandbox, request: dict[str, Any]) -> Outcome:
     """What one group of ranks did. Whatever comes back is checked: a student's process sent it."""
-    request = {"call": "run", "source": check.source, "cells": cells, "givens": inputs}
     try:
-        answer = sandbox.ask(request | {"seconds": seconds, "seed": seed}, seconds + _MARGIN)
+        answer = sandbox.ask(request, request["seconds"] + _MARGIN)
     except EndedError as error:
         how = "too long" if "too long" in str(error) else "ended"
         return Outcome(stopped={"how": how, "states": str(error)})
@@ -84,7 +79,7 @@ def _run_group(
         about = {name: dict(why) for one in reversed(failed) for name, why in one.items()}
         if "stopped" in answer:
             return Outcome(stopped=dict(answer["stopped"]), failed_cells=about)
-        if len(failed) == len(inputs):
+        if len(failed) == len(request["givens"]):
             return Outcome([one["value"] for one in answer["ranks"]], failed_cells=about)
     except (KeyError, TypeError, ValueError, AttributeError):
         pass
@@ -94,18 +89,12 @@ def _run_group(
 
 def draw(sandbox: Sandbox, checks: Sequence[CheckSource], seed: int) -> dict[str, list[Any]]:
     """The inputs of each group of ranks of each check. Raises AuthorError."""
-    groups = [  # where the check says no numbers of ranks, the seed chooses one
-        (check, ranks)
-        for check in checks
-        for ranks in check.ranks or [random.Random(f"{seed} {check.name}").choice((2, 3, 4))]
-    ]
-    seeds = [
-        random.Random(f"{seed} {check.name} {ranks}").getrandbits(62) for check, ranks in groups
-    ]
-    draws = [
-        {"source": check.source, "seed": own, "world_size": ranks}
-        for (check, ranks), own in zip(groups, seeds, strict=True)
-    ]
+    groups, draws = [], []
+    for check in checks:  # where it says no numbers of ranks, the seed chooses one
+        for ranks in check.ranks or [random.Random(f"{seed} {check.name}").choice((2, 3, 4))]:
+            own = random.Random(f"{seed} {check.name} {ranks}").getrandbits(62)
+            groups.append((check, ranks))
+            draws.append({"source": check.source, "seed": own, "world_size": ranks})
     try:
         request = {"call": "draw", "draws": draws, "seconds": _DRAWING}
         answer = sandbox.ask(request, _DRAWING + _MARGIN)
@@ -124,7 +113,7 @@ def draw(sandbox: Sandbox, checks: Sequence[CheckSource], seed: int) -> dict[str
     return found
 
 
-class AnswerKey:
+class AnswerKey(contextlib.AbstractContextManager["AnswerKey"]):
     """The inputs of `seed`, and what the key and the wrong answers return for them."""
 
     def __init__(
@@ -140,9 +129,6 @@ class AnswerKey:
         self._inputs: dict[str, list[Any]] = {}
         self._outcomes: dict[tuple[str, ...], list[Outcome]] = {}
         self._lock = threading.RLock()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._sandbox.end()

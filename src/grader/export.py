@@ -22,38 +22,31 @@ from pathlib import Path
 from grader.report import OVERRIDES, PAGE, TABLE, folder_name, write_whole
 
 Row = dict[str, str]
-Finder = Callable[[Row], list[Row]]  # from a line of grades.csv to the student's rows
+Matches = list[tuple[Row, list[Row]]]  # each line of grades.csv, and the student's rows
 _PARTICIPANT = re.compile(r"^\D*(\d+)$")
 _CANVAS_COLUMN = re.compile(r"^(?P<name>.*\S)\s*\(\d+\)$")
 
 
-@dataclass
 class CourseTable:
-    """A table as CSV, as a course system exported it."""
+    """A table as CSV, as a course system exported it.
 
-    path: Path
-    delimiter: str
-    mark: str  # a byte order mark, or nothing
-    columns: list[str]
-    rows: list[Row]
+    Raises ValueError if it lacks one of the columns `needed`, or cannot be read as a table.
+    """
 
-    @classmethod
-    def read(cls, path: Path, needed: Iterable[str]) -> "CourseTable":
-        """Raises ValueError if the table lacks a column, or cannot be read as one."""
+    def __init__(self, path: Path, needed: Iterable[str]) -> None:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise ValueError(f"{path} is not UTF-8 text: export it again, as CSV") from None
-        mark = "\ufeff" * text.startswith("\ufeff")
-        text = text.removeprefix(mark)
-        delimiter = max(",;\t", key=text.partition("\n")[0].count)
-        reader = csv.DictReader(io.StringIO(text), delimiter=delimiter, restval="")
-        columns = list(reader.fieldnames or [])
+        self.path, self.mark = path, "\ufeff" * text.startswith("\ufeff")  # a byte order mark
+        text = text.removeprefix(self.mark)
+        self.delimiter = max(",;\t", key=text.partition("\n")[0].count)
+        reader = csv.DictReader(io.StringIO(text), delimiter=self.delimiter, restval="")
+        self.columns, self.rows = list(reader.fieldnames or []), list(reader)
         for name in needed:
-            if name not in columns:
-                found = ", ".join(columns[:8]) or "nothing"
+            if name not in self.columns:
+                found = ", ".join(self.columns[:8]) or "nothing"
                 raise ValueError(f"{path} has no column {name!r}, but: {found}")
-        return cls(path, delimiter, mark, columns, list(reader))
 
     def write(self, path: Path) -> None:
         """In the same form as it was read."""
@@ -81,11 +74,11 @@ def export_canvas(folder: Path, roster: Path, column: str = "") -> Exported:
     one that has this assignment's name. Raises ValueError and FileNotFoundError.
     """
     grades = _graded(folder)
-    table = CourseTable.read(roster, ["Student", "ID"])
+    table = CourseTable(roster, ["Student", "ID"])
     target = _canvas_column(table, column or (grades[0]["assignment"] if grades else ""))
     students = [row for row in table.rows if row["Student"].strip() != "Points Possible"]
-    find = _finder(students, "Student", lambda row: row["ID"].strip())
-    return _fill(table, grades, target, find, folder)
+    found = _matches(grades, students, "Student", lambda row: row["ID"].strip())
+    return _fill(table, target, found, folder)
 
 
 def export_moodle(folder: Path, worksheet: Path) -> Exported:
@@ -93,16 +86,15 @@ def export_moodle(folder: Path, worksheet: Path) -> Exported:
 
     Raises ValueError and FileNotFoundError.
     """
-    grades = _graded(folder)
-    table = CourseTable.read(worksheet, ["Identifier", "Full name", "Grade"])
-    find = _finder(table.rows, "Full name", _participant)
-    done = _fill(table, grades, "Grade", find, folder)
+    table = CourseTable(worksheet, ["Identifier", "Full name", "Grade"])
+    found = _matches(_graded(folder), table.rows, "Full name", _participant)
+    done = _fill(table, "Grade", found, folder)
     # For "Upload multiple feedback files in a zip".
     feedback = folder / f"{worksheet.stem}-feedback.zip"
     unfinished = feedback.with_name(f"{feedback.name}.part")
     with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
-        for grade in grades:
-            page, rows = folder / folder_name(grade["student"]) / PAGE, find(grade)
+        for grade, rows in found:
+            page = folder / folder_name(grade["student"]) / PAGE
             if len(rows) == 1 and page.exists():
                 name = rows[0]["Full name"].replace("/", " ").replace("_", " ")
                 inside = f"{name}_{_participant(rows[0])}_assignsubmission_file_"
@@ -117,7 +109,7 @@ def _graded(folder: Path) -> list[Row]:
     path = folder / TABLE
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}: grade the assignment into {folder} first")
-    rows = CourseTable.read(path, ["student", "id", "assignment", "score"]).rows
+    rows = CourseTable(path, ["student", "id", "assignment", "score"]).rows
     for row in rows:
         row["score"] = row.get(OVERRIDES[0], "").strip() or row["score"]
         try:
@@ -152,27 +144,25 @@ def _canvas_column(table: CourseTable, wanted: str) -> str:
     )
 
 
-def _finder(students: list[Row], name_column: str, number_of: Callable[[Row], str]) -> Finder:
-    """Finds rows by the student's number, or by the name if the number is not known."""
+def _matches(
+    grades: list[Row], students: list[Row], name_column: str, number_of: Callable[[Row], str]
+) -> Matches:
+    """The rows with the student's number, or with the name if the number is not known."""
 
-    def words(name: str) -> list[str]:  # "Lovelace, Ada" is "Ada Lovelace"
-        return sorted(re.findall(r"\w+", name.casefold()))
-
-    def find(grade: Row) -> list[Row]:
+    def is_of(row: Row, grade: Row) -> bool:
         if grade["id"]:
-            return [row for row in students if number_of(row) == grade["id"]]
-        return [row for row in students if words(row[name_column]) == words(grade["student"])]
+            return number_of(row) == grade["id"]
+        # "Lovelace, Ada" is "Ada Lovelace".
+        words = (re.findall(r"\w+", n.casefold()) for n in (row[name_column], grade["student"]))
+        return len({tuple(sorted(one)) for one in words}) == 1
 
-    return find
+    return [(grade, [row for row in students if is_of(row, grade)]) for grade in grades]
 
 
-def _fill(
-    table: CourseTable, grades: list[Row], target: str, find: Finder, folder: Path
-) -> Exported:
+def _fill(table: CourseTable, target: str, found: Matches, folder: Path) -> Exported:
     """Enter each grade into the one row of its student, and write the table."""
     done = Exported([folder / f"{table.path.stem}-filled.csv"])
-    for grade in grades:
-        rows = find(grade)
+    for grade, rows in found:
         who = f"{grade['student']} ({grade['id']})" if grade["id"] else grade["student"]
         if not grade["score"]:
             done.problems.append(f"{who} has no points yet: a person has to look.")

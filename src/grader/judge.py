@@ -14,7 +14,9 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from grader.sandbox import StoppedError
 from labkit.launch.guard import run_guarded
@@ -94,19 +96,13 @@ def _start_nbval(folder: Path) -> subprocess.Popen[bytes]:
 
 def _write_notebook(folder: Path, expected: list[str], printed: list[str]) -> None:
     (folder / _PRINTED).write_text(json.dumps([_encodable(text) for text in printed]))
-    cells = [_cell(_FIRST_CELL, [], 1)]
+    cells = [new_code_cell(_FIRST_CELL)]
     for number, text in enumerate(expected):
-        output = {"output_type": "stream", "name": "stdout", "text": f"{_encodable(text)}\n"}
-        cells.append(_cell(f"print(printed[{number}])", [output], number + 2))
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}}
-    (folder / _NOTEBOOK).write_text(json.dumps(notebook | {"cells": cells}))
+        output = new_output("stream", text=f"{_encodable(text)}\n")
+        own = {"outputs": [output], "execution_count": number + 2}
+        cells.append(new_code_cell(f"print(printed[{number}])", **own))
+    nbformat.write(new_notebook(cells=cells), folder / _NOTEBOOK)
 
 
 def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
-
-
-def _cell(source: str, outputs: list[dict[str, Any]], number: int) -> dict[str, Any]:
-    own = {"cell_type": "code", "id": f"cell-{number}", "metadata": {}, "execution_count": number}
-    return own | {"source": source, "outputs": outputs}

@@ -6,7 +6,6 @@ locked cells, cells that were added: none is read, so none can matter.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,13 @@ from grader.source import Assignment, kind_of, parse, source_of
 _OTHER_LANGUAGE = re.compile(
     r"\s*%%(bash|sh|script|cmd|html|HTML|javascript|js|latex|markdown|perl|ruby|svg|SVG|system|sx|!)"
 )
-_CELL_MAGIC = re.compile(r"\A\s*%%\w.*")
+_CELL_MAGIC = re.compile(r"\s*%%\w.*")
 # Line magics that run the rest of their line, and what is a magic, a shell command, or a question.
 _TIMED = re.compile(r"(\s*)%(?:time|timeit|prun|memit) +(?!-)(.*)")
 _MAGIC = re.compile(
     r"(\s*)(?:(\w[\w, ]*=\s*)(?:%(?=[a-zA-Z])|!)|%(?=[a-zA-Z])|!|\?|[\w.*]+\?{1,2}\s*$).*"
 )
-# What a line may hold in which a line's end ends nothing: strings, comments, brackets.
-_PIECE = re.compile(
-    r"""\'{3}(?:\\.|[^\\])*?(?:\'{3}|\Z)|"{3}(?:\\.|[^\\])*?(?:"{3}|\Z)|'(?:\\.|[^'\\\n])*'?"""
-    r"""|"(?:\\.|[^"\\\n])*"?|\#[^\n]*|\\\n|[\[({]|[\])}]|\n""",
-    re.S,
-)
+_MOST_MAGICS = 100  # of a cell; each is one more try to parse it
 
 
 @dataclass
@@ -91,48 +85,31 @@ def _choose(name: str, stub: str, cells: list[dict[str, Any]], notes: list[str])
 def without_magics(source: str) -> tuple[str, list[str]]:
     """`source` as Python with as many lines, and the magics and shell commands taken out of it.
 
-    A student's notebook runs with them, so a solution must not be lost over them.
+    A student's notebook runs with them, so a solution must not be lost over them. A magic is where
+    Python's parser finds an error: none is in a string, or continues a line.
     """
-    if _is_python(source) or _OTHER_LANGUAGE.match(source):
+    if _OTHER_LANGUAGE.match(source):
         return source, []
-    body = _CELL_MAGIC.sub(lambda found: "\n" * found[0].count("\n"), source)
-    lines = body.split("\n")
-    for number in _first_lines(body):
-        if timed := _TIMED.fullmatch(lines[number]):
-            lines[number] = timed[1] + timed[2]
+    lines, ignored = source.split("\n"), []
+    for _ in range(_MOST_MAGICS):
+        try:
+            parse("\n".join(lines))
+            break
+        except SyntaxError as error:
+            number = min(error.lineno or 1, len(lines)) - 1
+        except (ValueError, RecursionError, MemoryError):
+            break
+        if _CELL_MAGIC.fullmatch(lines[number]) and not "".join(lines[:number]).strip():
+            new = ""
+        elif timed := _TIMED.fullmatch(lines[number]):
+            new = timed[1] + timed[2]
         elif magic := _MAGIC.fullmatch(lines[number]):
-            lines[number] = f"{magic[1]}{magic[2] or ''}None"
-    pairs = zip(source.split("\n"), lines, strict=True)
-    return "\n".join(lines), [old.strip()[:40] for old, new in pairs if old != new]
-
-
-def _first_lines(source: str) -> Iterator[int]:
-    """The numbers of the lines that begin a statement; each may be a magic."""
-    at = number = depth = 0
-    starts = True
-    while at < len(source):
-        if starts:
-            yield number
-            end = source.find("\n", at)
-            end = len(source) if end < 0 else end
-            if _MAGIC.fullmatch(source, at, end):
-                at, number = end + 1, number + 1
-                continue
-        piece = _PIECE.search(source, at)
-        if piece is None:
-            return
-        text, at = piece[0], piece.end()
-        number += text.count("\n")
-        depth = max(0, depth + (text in "([{") - (text in ")]}"))
-        starts = text == "\n" and not depth
-
-
-def _is_python(source: str) -> bool:
-    try:
-        parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+            new = f"{magic[1]}{magic[2] or ''}None"
+        else:
+            break
+        ignored.append(lines[number].strip()[:40])
+        lines[number] = new
+    return "\n".join(lines), ignored
 
 
 def _compare_locked(assignment: Assignment, cells: list[dict[str, Any]], notes: list[str]) -> None:

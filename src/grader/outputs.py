@@ -107,8 +107,9 @@ def _largest(array: np.ndarray) -> float:
 def observation(results: Results, key: Results, tolerance: float) -> str:
     """A sentence about the first rank that differs from the key; empty if none does."""
     for rank, (own, wanted) in enumerate(zip(results, key, strict=True)):
+        # What is equal up to rounding has become the key's own object.
         got, want = dict(leaves(_rounded(own, wanted, tolerance))), dict(leaves(wanted))
-        wrong = [place for place in want if place not in got or not _equal(got[place], want[place])]
+        wrong = [place for place in want if place not in got or got[place] is not want[place]]
         if wrong:
             return _about(rank, wrong, got, want)
         if got.keys() - want.keys():
@@ -116,16 +117,10 @@ def observation(results: Results, key: Results, tolerance: float) -> str:
     return ""
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return isinstance(a, np.ndarray) and a is b  # rounded to the key's own array, or not
-    return type(a) is type(b) and a == b
-
-
 def _about(rank: int, wrong: list[str], got: dict[str, Any], want: dict[str, Any]) -> str:
-    place = next((one for one in wrong if _is_complaint(want[one])), wrong[0])
+    place = next((one for one in wrong if str(want[one]) == AS_ASKED), wrong[0])
     mine, key, name = got.get(place), want[place], f"Rank {rank}'s {place}".rstrip()
-    if _is_complaint(key) and isinstance(mine, str):
+    if str(key) == AS_ASKED and isinstance(mine, str):
         return f"Rank {rank} {mine[:_LONGEST]}"
     if mine is None and key is not None:
         return f"{name} is None or missing."
@@ -137,10 +132,6 @@ def _about(rank: int, wrong: list[str], got: dict[str, Any], want: dict[str, Any
         shape = "×".join(map(str, getattr(mine, "shape", ()))) or type(mine).__name__
         return f"{name} has the shape {shape}; {'×'.join(map(str, key.shape))} is right."
     return f"{name} {_ratio_and_cosine(mine, key)}"
-
-
-def _is_complaint(key: Any) -> bool:
-    return isinstance(key, str) and key == AS_ASKED
 
 
 def _ratio_and_cosine(mine: np.ndarray, key: np.ndarray) -> str:

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from grader.source import Assignment, CheckSource, SourceError, kind_of, read_assignment, source_of
+from grader.source import Assignment, SourceError, kind_of, read_assignment, source_of
 
 _LINK = re.compile(r"\]\((\.\.?/[^)#\s]+)")
 _TIMES = ("reading_minutes", "doing_minutes", "teaches")
@@ -54,19 +54,11 @@ def preview(assignment: Assignment, source: Path, folder: Path) -> str:
         elif kind == "solution":
             parts.append(_code(assignment.solutions[name].stub))
         elif kind == "check":
-            parts.append(_graded(checks[name]))
+            one = checks[name]
+            shown = f"Visible check, {one.worth}: {one.concept}"
+            parts.append(f"- {shown if one.visible else f'Hidden check, {one.worth}.'}")
     text = "\n\n".join(parts) + "\n"
     return _LINK.sub(lambda to: f"]({os.path.relpath(source.parent / to[1], folder)}", text)
-
-
-def _graded(check: CheckSource) -> str:
-    """One check; of a hidden one only the points."""
-    points = f"{check.points:g} point{'' if check.points == 1 else 's'}"
-    return (
-        f"- Visible check, {points}: {check.concept}"
-        if check.visible
-        else f"- Hidden check, {points}."
-    )
 
 
 def _code(source: str) -> str:

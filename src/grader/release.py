@@ -19,23 +19,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import labkit
 from grader.answer_key import SHOWN_SEED, AnswerKey
-from grader.grade import Result, grade_together
+from grader.grade import grade_together
 from grader.inside.values import pack
 from grader.merge import Submission
 from grader.report import sentence_of
+from grader.sandbox import OF_LABKIT, OUR_SOURCES
 from grader.source import Assignment, CheckSource, kind_of, source_of
 
 INSTRUCTIONS = "START_HERE.md"
 _CHAPTER = re.compile(r"\[([^\]]*)\]\(\.\./\.\./book/([\w/]+)\.ipynb\)")
 # The source folds the cells that only its author reads: JupyterLab by one, the book by the other.
 _FOLDED = ("jupyter", "tags")
-_OUR_SOURCES = Path(__file__).parent.parent, Path(labkit.__file__).parent.parent
-# What a student's checks import. The rest of labkit.testing holds right averages.
-_FOR_STUDENTS = ("grader", "labkit/__init__.py", "labkit/lazy.py", "labkit/launch")
-_FOR_STUDENTS += ("labkit/testing/__init__.py", "labkit/testing/late.py")
-_FOR_STUDENTS += ("labkit/testing/watch.py",)
 
 
 @dataclass(frozen=True)
@@ -62,17 +57,14 @@ def lint(answer_key: AnswerKey) -> Iterator[Finding]:
     for result in grade_together(submissions, answer_key, teachers=True):
         if result.student == "the stubs":
             yield Finding("the stubs", f"{result.score:g} points", "0 points", [])
-        else:
-            yield _finding(result, loses.get(result.student, ()))
-
-
-def _finding(result: Result, loses: tuple[str, ...]) -> Finding:
-    lost = [check for check in result.checks if check.score < check.points or check.needs_human]
-    reads = [f"{check.name}: {check.needs_human or sentence_of(check)}" for check in lost]
-    found = [check.name + " (not judged)" * bool(check.needs_human) for check in lost]
-    expected = [check.name for check in result.checks if check.name in loses]
-    said = (f"loses {', '.join(names) or 'nothing'}" for names in (found, expected))
-    return Finding(result.student, *said, reads)
+            continue
+        lost = [check for check in result.checks if check.score < check.points or check.needs_human]
+        reads = [f"{check.name}: {check.needs_human or sentence_of(check)}" for check in lost]
+        found = [check.name + " (not judged)" * bool(check.needs_human) for check in lost]
+        named = loses.get(result.student, ())
+        expected = [check.name for check in result.checks if check.name in named]
+        said = (f"loses {', '.join(names) or 'nothing'}" for names in (found, expected))
+        yield Finding(result.student, *said, reads)
 
 
 def release(
@@ -141,8 +133,7 @@ def _line(assignment: Assignment, check: CheckSource) -> str:
     if check.visible:
         name = f'"{assignment.name}", "{check.name}"'
         return f"from grader.student import check\n\ncheck({name})"
-    points = f"{check.points:g} point{'' if check.points == 1 else 's'}"
-    return f"# {points}: checked with fresh inputs after you hand in."
+    return f"# {check.worth}: checked with fresh inputs after you hand in."
 
 
 def write_student_package(
@@ -162,7 +153,7 @@ def write_student_package(
     page = Path(__file__).with_name("start_here.md").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="grader-package-") as name:
         folder = Path(name) / out.stem
-        for path in _FOR_STUDENTS:
+        for path in ("grader", *OF_LABKIT):
             _copy(path, folder)
         for notebook in notebooks:
             shutil.copyfile(notebook, folder / notebook.name)
@@ -176,7 +167,7 @@ def write_student_package(
 
 
 def _copy(path: str, folder: Path) -> None:
-    source = _OUR_SOURCES[path.startswith("labkit")] / path
+    source = OUR_SOURCES / path
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, folder / path, ignore=shutil.ignore_patterns("__pycache__"))

@@ -24,22 +24,15 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
-import labkit
 from grader.inside import walls
 from grader.inside.values import LARGEST, MOST_TEXT, ValuesError, pack, unpack
 
-_GRADER, _LABKIT = Path(__file__).parent, Path(labkit.__file__).parent
+OUR_SOURCES = Path(__file__).parent.parent
 _MOUNTED = Path("/opt/grader")
-# What of this project a sandbox sees. The rest holds keys, or right averages.
-_SEEN = (
-    *("grader/__init__.py", "grader/inside", "labkit/__init__.py", "labkit/lazy.py"),
-    *("labkit/launch", "labkit/testing/__init__.py"),
-    *("labkit/testing/late.py", "labkit/testing/watch.py"),
-)
 _STUDENTS = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "USER": "student"}
 # Bytes of all processes together, without what they share with files. What a fork shares with its
 # parent counts in both, because it may be replaced: 0.2 GiB for each process.
@@ -48,10 +41,6 @@ _MOST_PROCESSES = 60
 _LOOK_EVERY = 0.1  # seconds
 _SAID = "said"
 _USED = re.compile(r"^(RssAnon|RssShmem|VmSwap|Threads):\s*(\d+)", re.M)
-# What imports torch._dynamo on first use, for a second.
-_SLOW = re.compile(
-    r"optim|_functional_|compile|mesh|torch\.func|vmap|fsdp|DTensor|backward\([\w\[]"
-)
 # What a sentence of bubblewrap's means.
 _CAUSES = {
     "uid map": (
@@ -86,6 +75,19 @@ _TRYING = 5.0  # seconds for systemd's answer
 _OWN_LIMITS = 'cd "$0$(sed -n s/^0:://p /proc/self/cgroup)" && cat memory.max pids.max'
 
 
+def _imported(module: str) -> set[str]:
+    """The files of a module of labkit, of its packages, and of what these import from labkit."""
+    name = module.replace(".", "/")
+    path = f"{name}/__init__.py" if (OUR_SOURCES / name).is_dir() else f"{name}.py"
+    modules = re.findall(r"^from (labkit[.\w]*) import", (OUR_SOURCES / path).read_text(), re.M)
+    return {path}.union(*map(_imported, {*modules, module.rpartition(".")[0]} - {""}))
+
+
+# What of this project a sandbox sees. The rest holds keys, or right averages.
+OF_LABKIT = ("labkit/launch", *sorted(_imported("labkit.testing.watch")))
+_SEEN = ("grader/__init__.py", "grader/inside", *OF_LABKIT)
+
+
 class SandboxError(RuntimeError):
     """The sandbox cannot be started here."""
 
@@ -101,7 +103,7 @@ class EndedError(RuntimeError):
 class Forks:
     """The program that sandboxes are forks of. It starts on first use, and ends with this process.
 
-    It never runs a line of a student's. Its start costs 2 s of processor time, for torch; a fork
+    It never runs a line of a student's. Its start costs 3 s of processor time, for torch; a fork
     costs 0.02. Without walls (`trust`), it runs as the user who calls.
     """
 
@@ -116,17 +118,14 @@ class Forks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # nothing in it is left
         atexit.register(self.end)
 
-    def new(self, slow: bool) -> socket.socket:
-        """The connection to a new fork, which may still have to start. Raises SandboxError.
-
-        `slow`: code there will use a part of torch that takes a second to import.
-        """
+    def new(self) -> socket.socket:
+        """The connection to a new fork, which may still have to start. Raises SandboxError."""
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             try:
-                socket.send_fds(self._connections, [bytes([slow])], [theirs.fileno()])
+                socket.send_fds(self._connections, [b"1"], [theirs.fileno()])
             except OSError:  # it has ended already
                 raise SandboxError(f"the sandbox did not start: {self.said()}. {_ADVICE}") from None
         return ours
@@ -162,7 +161,7 @@ class Forks:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env=_environment(str(_GRADER.parent), own) if self._trust else None,
+                env=_environment(str(OUR_SOURCES), own) if self._trust else None,
                 cwd="/",
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -194,7 +193,7 @@ class Forks:
 FORKS = {trust: Forks(trust) for trust in (False, True)}
 
 
-class Sandbox:
+class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     """A running sandbox; it ends with its `with` block, or when this process dies.
 
     `ask` waits for its start. With `trust` it has no walls. Once `stop` is set, `ask` raises
@@ -206,9 +205,6 @@ class Sandbox:
         self._link: socket.socket | None = None
         self._process: psutil.Process | None = None  # its processes are this one and those below
         self._worked = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -231,17 +227,14 @@ class Sandbox:
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to `request`. Raises EndedError, and SandboxError if it cannot be started."""
-        slow = any(_SLOW.search(source) for _, source in request.get("cells", ()))
         try:
             if self._link is None:
-                self._link = FORKS[self._trust].new(slow)
+                self._link = FORKS[self._trust].new()
                 ready = self._exchange(None, _START)
                 if "failed" in ready:
                     raise EndedError(ready["failed"])
                 self._process, self._worked = psutil.Process(ready["ready"]), True
-            # It first says that it has imported what it needs, and begins.
-            self._exchange(pack(request | {"slow": slow}), _START)
-            return self._exchange(None, seconds)
+            return self._exchange(pack(request), seconds)
         except EndedError as error:
             self.end()
             if not self._worked:
@@ -349,10 +342,9 @@ def _of_this_project() -> list[str]:
         if (packages / name).is_dir():
             words += ["--tmpfs", str(packages / name)]
     for name in _SEEN:
-        source = _GRADER.parent / name if name.startswith("grader") else _LABKIT.parent / name
         for parent in reversed((_MOUNTED / name).parents[:-1]):
             words += ["--perms", "0755", "--dir", str(parent)]
-        words += ["--ro-bind", str(source), str(_MOUNTED / name)]
+        words += ["--ro-bind", str(OUR_SOURCES / name), str(_MOUNTED / name)]
     return words
 
 

@@ -62,6 +62,10 @@ class CheckSource:
     tolerance: float = 1e-4  # TOLERANCE: largest difference, relative to the largest value
     seconds: int = 12  # SECONDS by the clock that the ranks may take
 
+    @property
+    def worth(self) -> str:
+        return f"{self.points:g} point{'' if self.points == 1 else 's'}"
+
 
 @dataclass(frozen=True)
 class WrongAnswer:
@@ -150,17 +154,18 @@ class _Reader:
         elif kind == "common":
             self.common += _without_magic(text, "%%common", where) + "\n\n"
         elif kind == "solution":
-            name = self._new(cell, self.solutions, where)
+            name = self._new(cell, where)
             self.solutions[name] = _read_solution(name, text, where)
         elif kind == "check":
-            name = self._new(cell, self.checks, where)
+            name = self._new(cell, where)
             self.checks[name] = _read_check(name, cell, text, self.common, where)
         elif kind == "wrong answer":
             self.wrong.append((_read_wrong_answer(cell, text, where), where))
         elif kind is None and cell.get("cell_type") == "code" and text.strip():
             raise SourceError(f'{where}: code needs "grader": {{"kind": one of {KINDS}}}')
 
-    def _new(self, cell: dict[str, Any], known: dict[str, Any], where: str) -> str:
+    def _new(self, cell: dict[str, Any], where: str) -> str:
+        """The grade_id of a cell, which no other one has."""
         nbgrader = cell.get("metadata", {}).get("nbgrader", {})
         name = nbgrader.get("grade_id")
         if nbgrader.get("schema_version") != SCHEMA or not isinstance(name, str):

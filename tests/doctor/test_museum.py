@@ -32,7 +32,7 @@ TRAINER = """
 from datetime import timedelta
 import torch, torch.distributed as dist
 from labkit.testing import museum, trial
-from labkit.testing.late import late_collectives
+from labkit.testing.watch import late_collectives
 dist.init_process_group("gloo", timeout=timedelta(seconds=15))
 rank, world = dist.get_rank(), dist.get_world_size()
 accumulate, uneven, takes, clip, seed, fails = 1, False, None, None, 0, False

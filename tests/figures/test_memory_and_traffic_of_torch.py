@@ -16,6 +16,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
+from labkit.profiling import sent_bytes
+from labkit.profiling.step_cost import held
 from miniddp.collectives import ring_all_reduce
 
 JOB = {
@@ -70,13 +72,6 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(11, 12), nn.Tanh(), nn.Linear(12, 12, bias=False))
 
 
-def held(tensors: list[Tensor]) -> int:
-    """The bytes of all distinct storages; of a DTensor, of its local shard."""
-    local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
-    return sum(storages.values())
-
-
 def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Momentum or moments; Adam's step counters, a number per parameter, are left out."""
     values = (value for state in optimizer.state.values() for value in state.values())
@@ -89,13 +84,6 @@ def ddp_bytes(rank: int, world_size: int, name: str, views: bool) -> dict[str, i
     wrapper = DistributedDataParallel(module, gradient_as_bucket_view=views)
     optimizer = OPTIMIZERS[name](module.parameters())
     buffers: list[Tensor] = []
-    sent = 0
-    pass_on = dist.batch_isend_irecv
-
-    def count(messages: list[dist.P2POp]) -> list[dist.Work]:
-        nonlocal sent
-        sent += sum(one.tensor.nbytes for one in messages if one.op is dist.isend)
-        return pass_on(messages)
 
     def hook(state, bucket):  # torch wants no annotations here, or its own
         buffers.append(bucket.buffer())
@@ -106,10 +94,10 @@ def ddp_bytes(rank: int, world_size: int, name: str, views: bool) -> dict[str, i
 
     wrapper.register_comm_hook(None, hook)
     inputs = torch.randn(5, 11, generator=torch.Generator().manual_seed(rank))
-    with mock.patch.object(dist, "batch_isend_irecv", count):
+    with sent_bytes.counted() as sent:
         for _ in range(3):
             buffers.clear()
-            sent = 0
+            sent.clear()
             optimizer.zero_grad()
             wrapper(inputs).square().mean().backward()
             optimizer.step()
@@ -119,7 +107,7 @@ def ddp_bytes(rank: int, world_size: int, name: str, views: bool) -> dict[str, i
         "weights": held(parameters),
         "gradients and buckets": held([*buffers, *(one.grad for one in parameters)]),
         "optimizer": held(state_of(optimizer)),
-        "sent": sent,
+        "sent": sent.total(),
     }
 
 

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+from figures.figure_pages import names
 from sphinx.testing.util import SphinxTestApp
 
 from labkit.book.playable import FOLDER, description
-from labkit.book.playable_page import names
 from labkit.launch.scripts import project_root
 
 BOOK = project_root() / "book"

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from figures.node import call
 
-from labkit.book.passage import passage
+from labkit.book.repeated import passage
 from labkit.launch.scripts import project_root
 
 CHAPTER = project_root() / "book" / "start" / "when_to_multiply.ipynb"

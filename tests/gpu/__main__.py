@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from labkit.profiling.gpu_report import GpuReport, Proof
+from labkit.book.on_gpus import GpuReport, Proof
 from labkit.tables import table
 
 from . import __doc__ as description

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.scenarios import cuda_random
-from labkit.scenarios.unwrapped_loss import PRINTED_DRIFT, PRINTED_GRADIENTS, Fix, trajectory
+from labkit.scenarios.unwrapped_loss import (
+    MOST_ELEMENTS,
+    PRINTED_DRIFT,
+    PRINTED_GRADIENTS,
+    Fix,
+    randn,
+    trajectory,
+)
 from miniddp import MiniDDP
 
 from .machine import CannotProveError, Evidence, Machine, deterministic
@@ -81,7 +87,7 @@ def find_memory(machine: Machine) -> Iterator[Evidence]:
 def real_randn(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     """The first draw of the device's own generator with this seed, on the CPU."""
     if device.type == "cpu":
-        return cuda_random.randn(shape, seed)
+        return randn(shape, seed)
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(*shape, generator=generator, device=device).cpu()
 
@@ -90,8 +96,8 @@ def draws_apart(device: torch.device) -> tuple[int, int, float]:
     """(draws, those with the emulation's bits, the largest difference of the others)."""
     draws, equal, largest = 0, 0, 0.0
     for seed in (*range(5), *range(1000, 1005)):
-        for shape in ((4, 4), (cuda_random.MOST_ELEMENTS,)):
-            real, ours = real_randn(shape, seed, device), cuda_random.randn(shape, seed)
+        for shape in ((4, 4), (MOST_ELEMENTS,)):
+            real, ours = real_randn(shape, seed, device), randn(shape, seed)
             draws, equal = draws + real.numel(), equal + int((real == ours).sum())
             largest = max(largest, float((real - ours).abs().max()))
     return draws, equal, largest

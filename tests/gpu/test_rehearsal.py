@@ -8,10 +8,9 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 
-from labkit.book.on_gpus import FIGURE, REPORT, store, substitutions
+from labkit.book.on_gpus import FIGURE, REPORT, GpuReport, read, store, substitutions
 from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import project_root
-from labkit.profiling.gpu_report import GpuReport, read
 from tests.gpu import __main__ as kit
 from tests.gpu.machine import Machine
 

@@ -133,6 +133,8 @@ CHEATS += [
     "class A(Exception):\n    if 1:\n        def __reduce__(self): return print, ()",
     "class A(Exception):\n    class __reduce__: pass",
     "class A:\n    match 1:\n        case __reduce__: pass",
+    "match torch:\n    case object(_C=found): pass",
+    "class A(metaclass=print): pass",
     "class A:\n    @classmethod\n    def reach(cls): return super().__getattribute__",
     "class A:\n    @classmethod\n    def put(cls): super().__setattr__(dist, 'all_reduce', print)",
     "import functools\nfunctools.singledispatch(print).register(print)",
@@ -187,6 +189,26 @@ def test_a_damaged_cell_is_told_and_only_a_lost_solution_counts_as_not_written(
     assert found.solutions == ASSIGNMENT.keys() | {"flat": source["flat"]}
 
 
+def test_outputs_tags_and_points_of_its_own_are_not_read_whatever_their_size(tmp_path):
+    def change(notebook):
+        for one in notebook["cells"]:
+            if one["cell_type"] == "code":
+                text = "passed\n" * 1_000_000
+                one["outputs"] = [{"output_type": "stream", "name": "stdout", "text": text}]
+                one["metadata"]["tags"] = ["raises-exception", "nbval-skip", "nbval-ignore-output"]
+        notebook["metadata"]["grader"]["points"] = 1000
+
+    found = read(tmp_path, change)
+    assert (found.solutions, found.notes, found.unreadable) == (ASSIGNMENT.keys(), [], "")
+
+
+@pytest.mark.parametrize("start", [b"[" * 200_000 + b"]" * 200_000, b"\x89PNG"])
+def test_what_is_no_notebook_is_unreadable(start, tmp_path):
+    path = tmp_path / "a.ipynb"
+    path.write_bytes(b'{"nbformat": 4, "cells": ' + start + b"}")
+    assert "not JSON" in read_submission(path, ASSIGNMENT).unreadable
+
+
 def test_a_folder_in_place_of_a_file_is_unreadable_and_not_an_error(tmp_path):
     (tmp_path / "a.ipynb").mkdir()
     found = read_submission(tmp_path / "a.ipynb", ASSIGNMENT)
@@ -231,7 +253,7 @@ def test_a_large_file_of_many_values_costs_the_trusted_side_nothing(tmp_path, te
         ("%pwd\nx = 1\n", "None\nx = 1\n"),
         ("t = '''\n%time\n!no\n'''\n%pwd", "t = '''\n%time\n!no\n'''\nNone"),
         ("%%writefile a.py\nx = 1", "\nx = 1"),
-        ("!a\n" * 600 + "x = 1", "None\n" * 600 + "x = 1"),
+        ("!a\n" * 60 + "x = 1", "None\n" * 60 + "x = 1"),
         ("x = 7 \\\n% 4", "x = 7 \\\n% 4"),
     ],
 )

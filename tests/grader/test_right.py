@@ -137,3 +137,24 @@ def test_what_threads_and_callbacks_send_is_recorded(where):
     with AnswerKey(assignment, fresh_seed(), trust=True) as answer_key:
         said = lost(answer_key, check, assignment.keys() | {"each": each})
     assert "bytes by allgather" in said
+
+
+# In `__init__` of a reducer: the first layer is computed in front of the model's forward pass, so
+# beside its gate. Backward then ends one gate early, and each launch seems to be in it.
+BESIDE = """
+        layer, model.names = getattr(model, model.names[0]), model.names[1:]
+        model.register_forward_pre_hook(lambda _, given: (torch.tanh(layer(given[0])),))
+        self.start()
+"""
+
+
+@pytest.mark.slow
+def test_layers_beside_the_gates_do_not_make_a_late_launch_an_early_one():
+    assignment = read_assignment(SOURCES[4])
+    [check] = [one for one in assignment.checks if one.name == "reducer_overlaps"]
+    check = replace(check, ranks=(2,))
+    [late] = [one for one in assignment.wrong_answers if one.name == "launches after backward"]
+    reducer = late.source.replace("        self.start()\n", BESIDE, 1)
+    with AnswerKey(replace(assignment, checks=(check,)), fresh_seed(), trust=True) as answer_key:
+        said = lost(answer_key, check, assignment.keys() | {"reducer": reducer})
+    assert "did not run backward exactly once through all layers" in said

@@ -4,9 +4,8 @@ import csv
 
 import pytest
 
-from grader.batch import write_table
 from grader.grade import CheckResult, Result
-from grader.report import as_text, folder_name, write_csv, write_results
+from grader.report import as_text, folder_name, write_csv
 from grader.submissions import find_submissions
 
 
@@ -150,17 +149,6 @@ def result(student, *scores, needs=""):
 def rows(path):
     with path.open(encoding="utf-8") as file:
         return {row["student"]: row for row in csv.DictReader(file)}
-
-
-def test_regrading_one_student_keeps_the_rows_of_the_others(tmp_path):
-    for student, score in (("ada", 5), ("bob", 0)):
-        write_results(result(student, score), tmp_path / student, "x")
-    write_table(tmp_path, "a")
-    write_results(result("bob", 5), tmp_path / "bob", "y")
-    write_results(result("other assignment", 5), tmp_path / "other", "z")
-    write_table(tmp_path, "a")
-    found = rows(tmp_path / "grades.csv")
-    assert [found[name]["score"] for name in ("ada", "bob")] == ["5", "5"]
 
 
 def test_the_table_says_why_points_are_missing_and_why_a_person_is_needed(tmp_path):

@@ -15,7 +15,6 @@ points. The forks and the rendezvous are half of the processor time of a small c
 
 import contextlib
 import functools
-import importlib
 import io
 import linecache
 import math
@@ -35,10 +34,11 @@ from labkit.launch.guard import adopt_orphans, die_with_parent, kill_descendants
 from labkit.launch.memory import gc_paused, use_huge_pages
 
 with gc_paused():
-    # Otherwise each fork would import these on first use.
+    # Otherwise each fork would import these on first use, the last for a second.
     import multiprocessing.popen_fork  # noqa: F401
 
     import numpy.random  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     from grader.inside.rank import LONGEST, RankFailedError, draw, file_of, run
     from labkit.launch import ranks
@@ -46,15 +46,10 @@ with gc_paused():
 
 _STUCK = 4.0  # seconds after which ranks that wait for each other are ended
 _JOINING = 5  # seconds for the ranks' start, beyond a request's own limit
-# A part of torch that takes a second to import. It is imported only where a solution uses what
-# imports it, but then once for all ranks: with it, each fork costs a quarter more.
-_SLOW_PART = "torch._dynamo"
 
 
 def main(arguments: list[str]) -> NoReturn:
     """Fork for each connection that comes through a socket, until that closes.
-
-    A connection comes with the byte 1 if its submission needs the slow part of torch.
 
     `arguments`: the number of the socket, and "walled" or "trusted".
     """
@@ -67,8 +62,6 @@ def main(arguments: list[str]) -> NoReturn:
         message, descriptors, _, _ = socket.recv_fds(connections, 1, 1)
         if not message:
             os._exit(0)
-        if message[0]:
-            importlib.import_module(_SLOW_PART)
         with socket.socket(fileno=descriptors[0]) as link, contextlib.suppress(OSError):
             if os.fork() == 0:
                 connections.close()
@@ -95,11 +88,7 @@ def _serve(link: socket.socket, walled: bool, server: int) -> None:
     os.register_at_fork(after_in_child=link.close)
     _send(link, pack({"ready": outside}))
     while data := _receive(link):
-        request = unpack(data)
-        if request["slow"]:
-            importlib.import_module(_SLOW_PART)
-        _send(link, pack({"begun": True}))
-        answer = _answer_of_a_fork(request, link)
+        answer = _answer_of_a_fork(unpack(data), link)
         kill_descendants()
         if walled:
             walls.empty_temporary()

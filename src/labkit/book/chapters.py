@@ -7,7 +7,6 @@
 stores outputs; nobody edits them by hand.
 """
 
-import argparse
 import itertools
 import os
 import shutil
@@ -24,6 +23,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
 from labkit.book import minutes
+from labkit.launch.arguments import explained_by
 from labkit.launch.forks import shared_server
 from labkit.launch.kernels import AsyncKernelThroughFiles
 from labkit.launch.memory import workers
@@ -213,9 +213,7 @@ def _end_kernels(clients: Sequence[NotebookClient], running: Sequence[Future]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = explained_by(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("execute", help="make an executed copy of the book")
     to_update = commands.add_parser("update", help="run chapters in place and store their outputs")

@@ -5,8 +5,9 @@
     python -m labkit.book.check notebooks/resume_7.py
     python -m labkit.book.check --reveal notebooks/resume_7.py
 
-The check runs the file under torchrun on 2 and on 3 ranks, with a seed that it draws. It computes
-the same numbers in one process that has the samples of all ranks, and says which one differs.
+The check runs the file on 2, 3, and 4 ranks, as torchrun does, with seeds that it draws. It
+computes the same numbers in one process that has the samples of all ranks, and says which number
+differs on which ranks. It also says which rank failed, or where each one waits.
 
 A file is a version of the program whose name it begins with, up to an underscore and a number. It
 takes `--seed N`, and prints a table last: the names of the columns, beginning with "rank", and one
@@ -18,25 +19,39 @@ not, and 2 for a command that makes no sense.
 """
 
 import argparse
+import contextlib
+import io
 import math
 import os
 import random
 import re
+import resource
+import runpy
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from labkit.book.expected import PROGRAMS
 from labkit.launch.arguments import positive
-from labkit.launch.forks import NotStartedError
-from labkit.launch.scripts import ScriptError, project_root, run_script
+from labkit.launch.nodes import reserved_port
+from labkit.launch.rank_states import is_readers_code
+from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
+from labkit.launch.scripts import project_root
 
-NAMES = ("evaluate", "resume", "mixed", "log_mean")
-TIMEOUT = 120.0  # seconds, for one run
-_NAME = re.compile(rf"({'|'.join(NAMES)})(?:_(\d+))?")
-_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)*.*")
-
+NAMES = tuple(PROGRAMS)
+WORLDS = (2, 3, 4)
+TIMEOUT = 60.0  # seconds, for one run
+_STUCK_AFTER = 4.0  # seconds
+_LARGEST_FILE = 16 * 2**20  # bytes that a rank may print, or a checkpoint may have
+_NAME = re.compile(rf"({'|'.join(NAMES)})(?:_([0-9]+))?")
+_OF_RANK = re.compile(r"^\[rank \d+\] ?", re.M)
+_FRAME = re.compile(r'^  File "(.*)", line .*\n(?:    .*\n)*', re.M)
 
 Table = list[list[str]]
 
@@ -62,7 +77,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="for example labs/programs/resume.py")
-    parser.add_argument("--ranks", type=int, choices=(2, 3, 4), help="default: 2, and then 3")
+    parser.add_argument("--ranks", type=positive, choices=WORLDS, help="default: on each")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--plant", type=positive, metavar="NUMBER", help="write a copy with a bug")
     what.add_argument("--reveal", action="store_true", help="show the bug of a copy")
@@ -73,7 +88,7 @@ def main() -> None:
         elif given.reveal:
             print(reveal(given.file))
         else:
-            check(given.file, [given.ranks] if given.ranks else [2, 3])
+            check(given.file, [given.ranks] if given.ranks else WORLDS)
     except (CommandError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -139,14 +154,15 @@ def _diff(mark: str, text: str) -> list[str]:
     return [f"{mark} {line.strip()}" for line in text.splitlines() if line.strip()]
 
 
-def check(file: Path, worlds: list[int]) -> None:
+def check(file: Path, worlds: Sequence[int]) -> None:
     """Run `file` on each number of ranks. Raises NotYetError with the first thing that is wrong."""
     program, _ = program_of(file)
+    if re.search(r"^\s*(?:from|import) labkit\b", file.read_text("utf-8", "replace"), re.M):
+        raise NotYetError("It imports labkit, which knows what is right: compute that in the file.")
     for world_size in worlds:
         seed = random.randrange(1, 100_000)
         try:
-            wrong = faults(program, seed, tables_of(file, program, seed, world_size))
-            if wrong:
+            if wrong := faults(program, seed, tables_of(file, program, seed, world_size)):
                 raise NotYetError(wrong)
         except NotYetError as error:
             said = f"On {world_size} ranks, with --seed {seed}:\n{error}"
@@ -156,40 +172,99 @@ def check(file: Path, worlds: list[int]) -> None:
 
 def tables_of(file: Path, program: str, seed: int, world_size: int) -> list[Table]:
     """The table that `file` prints; for `resume` also that of a run which stopped and resumed."""
-    as_it_is = run(file, world_size, "--seed", seed)
+    printed, steps = run(file, world_size, seed)
+    tables = [table_in(printed, program, world_size)]
     if program != "resume":
-        return [table_in(as_it_is, program, world_size)]
+        return tables
     batches = 48 // 4 // world_size  # per epoch
     stop = batches + random.randrange(1, batches)  # in the middle of the second
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder, "checkpoint.pt")
-        resuming = ("--seed", seed, "--checkpoint", checkpoint)
-        run(file, world_size, *resuming, "--stop", stop)
+        resuming = ("--checkpoint", checkpoint)
+        _, before = run(file, world_size, seed, *resuming, "--stop", stop)
+        if before > stop:
+            raise NotYetError(f"With --stop {stop}, it takes {before} steps.")
         if not checkpoint.is_file():
-            raise NotYetError(f"It wrote no checkpoint with --stop {stop}.")
-        resumed = run(file, world_size, *resuming)
-    return [table_in(said, program, world_size) for said in (as_it_is, resumed)]
+            raise NotYetError(f"It writes no checkpoint with --stop {stop}.")
+        printed, after = run(file, world_size, seed, *resuming)
+    if after >= steps > 0:
+        raise NotYetError(f"With the checkpoint of step {stop}, it takes {after} steps again.")
+    return [*tables, table_in(printed, program, world_size)]
 
 
-def run(file: Path, world_size: int, *arguments: object) -> str:
-    """What `file` prints under torchrun. Nothing that it started is left."""
+class _Program:
+    """A file as a program of several ranks.
+
+    A class, because the engine shows lines of the file in which a function is written.
+    """
+
+    def __init__(self, path: str, words: list[str], port: int) -> None:
+        self.path, self.words, self.port = path, words, port
+
+    def __call__(self, rank: int, world_size: int) -> int:
+        """Run it with torchrun's environment; returns how many steps its optimizers took."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE, _LARGEST_FILE))
+        dist.destroy_process_group()  # it makes one of its own
+        place = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": self.port}
+        place |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {k: str(v) for k, v in place.items()}
+        sys.argv, sys.path[0] = [self.path, *self.words], os.path.dirname(self.path)
+        steps: list[None] = []
+        register_optimizer_step_post_hook(lambda *_: steps.append(None))
+        process = os.getpid()
+        try:
+            runpy.run_path(self.path, run_name="__main__")
+        except SystemExit as leave:
+            if leave.code:
+                raise
+        finally:
+            if os.getpid() != process:  # it has forked itself
+                os._exit(0)
+        return len(steps)
+
+
+def run(file: Path, world_size: int, seed: int, *more: object) -> tuple[str, int]:
+    """What all ranks of `file` print, and the most steps that one rank's optimizers take.
+
+    Nothing that it started is left. Raises NotYetError if a rank fails, or the ranks hang.
+    """
+    written, path = io.StringIO(), str(file.resolve())
+    words = [str(word) for word in ("--seed", seed, *more)]
     try:
-        return run_script(str(file.resolve()), *arguments, ranks=world_size, timeout=TIMEOUT)
-    except (ValueError, NotStartedError) as error:
-        raise CommandError(str(error)) from None
-    except ScriptError as error:
-        if error.exit_code is None:
-            said = f"It had not ended after {TIMEOUT:g} s, and was stopped: does every rank call"
-            raise NotYetError(f"{said} the same collectives in the same order?") from None
-        found = _TRACEBACK.search(error.said)
-        said = found[0] if found else "\n".join(str(error).splitlines()[-12:])
-        raise NotYetError(f"It fails:\n{said}") from None
+        with (
+            reserved_port() as port,
+            contextlib.redirect_stdout(written),
+            contextlib.redirect_stderr(written),
+        ):
+            program = _Program(path, words, port)
+            steps = run_ranks(
+                program, world_size, timeout=TIMEOUT, stuck_after=_STUCK_AFTER, device="cpu"
+            )
+    except Exception as error:
+        said = _failure(error, _OF_RANK.sub("", written.getvalue())).replace(path, str(file))
+        raise NotYetError(f"With {' '.join(words[2:])}:\n{said}" if more else said) from None
+    printed = _OF_RANK.sub("", written.getvalue())
+    if more := re.search("^… (.* more bytes), not shown$", printed, re.M):
+        raise NotYetError(f"It prints too much: {more[1]} than are read.")
+    return printed, max(steps)
+
+
+def _failure(error: Exception, printed: str) -> str:
+    """Why ranks failed or hang, in words. Raises what the program did not cause."""
+    if notes := getattr(error, "__notes__", None):  # of the rank that raised
+        ours = {f for f in _FRAME.findall(notes[-1]) if f == __file__ or not is_readers_code(f)}
+        return _FRAME.sub(lambda frame: frame[0] * (frame[1] not in ours), notes[-1])
+    if not isinstance(error, RanksError) or not error.states:
+        raise CommandError(str(error)) if isinstance(error, ValueError | RanksError) else error
+    said = str(error).partition("\nNext: ")[0]
+    if not isinstance(error, RanksTimeoutError):
+        return "\n".join([said, *printed.strip().splitlines()[-5:]])
+    same = "\nEvery rank has to call the same collectives in the same order."
+    return f"It hangs: {said}{same * (' waits in ' in said)}"
 
 
 def table_in(output: str, program: str, world_size: int) -> Table:
     """The cells of the last table in `output`: a row per rank, without the ranks."""
-    from labkit.book.expected import PROGRAMS  # imports torch
-
     columns = ["rank", *PROGRAMS[program].columns]
     lines = [line.split() for line in output.splitlines()]
     if columns not in lines:
@@ -208,19 +283,18 @@ def table_in(output: str, program: str, world_size: int) -> Table:
 
 def faults(program: str, seed: int, tables: list[Table]) -> str:
     """What is wrong in the tables of `tables_of`, in words; empty if nothing is."""
-    from labkit.book.expected import PROGRAMS
-
     columns, expected, tolerance = PROGRAMS[program]
     first, last = tables[0], tables[-1]
+    hashes: list[float | str] = [*first[0]]  # what no number is, rank 0 has like all others
     wrong = [
         (name, rank, f"{cell} if stopped and resumed, {without} without a stop")
         for rank, rows in enumerate(zip(last, first, strict=True))
         for name, cell, without in zip(columns, *rows, strict=True)
         if cell != without
     ] or [
-        (name, rank, f"{cell}, and expected {_shown(wanted)}")
-        for rank, rows in enumerate(zip(first, expected(seed, len(first)), strict=True))
-        for name, cell, wanted in zip(columns, *rows, strict=False)  # no number is a hash
+        (name, rank, f"{cell}; {_shown(wanted)}")
+        for rank, (cells, row) in enumerate(zip(first, expected(seed, len(first)), strict=True))
+        for name, cell, wanted in zip(columns, cells, [*row, *hashes[len(row) :]], strict=True)
         if not _is(cell, wanted, tolerance)
     ]
     if not wrong:
@@ -233,18 +307,28 @@ def faults(program: str, seed: int, tables: list[Table]) -> str:
 
 
 def _of_ranks(name: str, world_size: int, wrong: list[tuple[str, int, str]]) -> list[str]:
-    """A line per rank for the column `name`; one line if all ranks have the same."""
-    said = [(rank, text) for column, rank, text in wrong if column == name]
-    if len(said) == world_size and len({text for _, text in said}) == 1:
-        return [f"  every rank, {name}: {said[0][1]}"]
-    return [f"  rank {rank}, {name}: {text}" for rank, text in said]
+    """What is wrong in the column `name`: a line for all ranks of which the same is said."""
+    ranks_of: dict[str, list[int]] = {}
+    for column, rank, text in wrong:
+        if column == name:
+            ranks_of.setdefault(text, []).append(rank)
+    only = " only" * (sum(map(len, ranks_of.values())) < world_size)
+    said = []
+    for text, ranks in ranks_of.items():
+        who = f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}{only}"
+        said.append(f"  {'every rank' if len(ranks) == world_size else who}, {name}: {text}")
+    return said
 
 
-def _shown(wanted: float) -> str:
-    return str(wanted) if isinstance(wanted, int) else f"{wanted:.6f}"
+def _shown(wanted: float | str) -> str:
+    if isinstance(wanted, str):  # a hash
+        return f"rank 0 has {wanted}"
+    return f"one process computes {wanted if isinstance(wanted, int) else f'{wanted:.6f}'}"
 
 
-def _is(cell: str, wanted: float, tolerance: float) -> bool:
+def _is(cell: str, wanted: float | str, tolerance: float) -> bool:
+    if isinstance(wanted, str):
+        return cell == wanted
     try:
         found = float(cell)
     except ValueError:

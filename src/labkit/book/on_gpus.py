@@ -2,22 +2,28 @@
 
     python -m labkit.book.on_gpus FILE    # store it, from `python -m tests.gpu --report FILE`
 
-Stored are the report, which `{{ gpu_report }}` shows, and a figure of its timelines, which
+A report is JSON: what a run of `tests.gpu` proved, on which card, and the steps that its profiler
+saw. Stored are the report, which `{{ gpu_report }}` shows, and a figure of its timelines, which
 `{{ gpu_timelines }}` shows. Without a report both say so. A rehearsal is never stored or shown.
 
 This module is a Sphinx extension; `_config.yml` names it.
 """
 
+import json
+import os
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sphinx.application import Sphinx
-from sphinx.config import Config
+from labkit.profiling.recording import Collective, Gradient, RankRecording, Recording
 
-from labkit.profiling.gpu_report import GpuReport, read
+if TYPE_CHECKING:  # a machine with a GPU may have no Sphinx
+    from sphinx.application import Sphinx
+    from sphinx.config import Config
 
 REPORT, FIGURE = Path("reference/on_gpus.json"), Path("_static/on_gpus.svg")  # below the pages
 NO_REPORT = """\
@@ -26,6 +32,60 @@ communicate over gloo. The code for GPUs was compared with PyTorch's source line
 rehearsed on a CPU."""
 NO_TIMELINES = """\
 No step on a GPU has been recorded yet ([](../reference/on_gpus.md))."""
+
+
+class Proof(NamedTuple):
+    """One row. `outcome` is "proved", "rehearsed", "not proved", or "FAILED"."""
+
+    part: str
+    what: str
+    on: str
+    outcome: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class GpuReport:
+    """One run: its command, its day (ISO), its seconds, the machine, and what was found."""
+
+    rehearsal: bool
+    command: str
+    date: str
+    seconds: float
+    versions: Mapping[str, str]
+    proofs: tuple[Proof, ...]
+    timelines: Mapping[str, Recording]
+
+    @property
+    def card(self) -> str:
+        """The GPUs, each kind named once."""
+        return ", ".join(dict.fromkeys(self.versions["GPUs"].split(", ")))
+
+    def write(self, path: Path) -> None:
+        """Write it completely or not at all, so that a killed run leaves the last one."""
+        unfinished = path.with_name(path.name + ".unfinished")
+        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        os.replace(unfinished, path)
+
+
+def read(path: Path) -> GpuReport:
+    """Read what `GpuReport.write` wrote."""
+    plain = json.loads(path.read_text())
+    proofs = tuple(Proof(*proof) for proof in plain.pop("proofs"))
+    steps = {
+        name: Recording(tuple(_rank(**rank) for rank in step["ranks"]))
+        for name, step in plain.pop("timelines").items()
+    }
+    return GpuReport(**plain, proofs=proofs, timelines=steps)
+
+
+def _rank(forwards: Any, gradients: Any, collectives: Any, **times: Any) -> RankRecording:
+    return RankRecording(
+        forwards=tuple(map(tuple, forwards)),
+        gradients=tuple(Gradient(*one) for one in gradients),
+        collectives=tuple(Collective(*one) for one in collectives),
+        **times,
+    )
 
 
 def substitutions(book: Path) -> dict[str, str]:
@@ -96,12 +156,12 @@ def store(file: Path, book: Path) -> None:
     shutil.copyfile(file, book / REPORT)
 
 
-def name_the_substitutions(app: Sphinx, config: Config) -> None:
+def name_the_substitutions(app: "Sphinx", config: "Config") -> None:
     """Add them to the other substitutions of the pages."""
     config.myst_substitutions = {**config.myst_substitutions, **substitutions(Path(app.srcdir))}
 
 
-def setup(app: Sphinx) -> dict[str, Any]:
+def setup(app: "Sphinx") -> dict[str, Any]:
     """Register the step with Sphinx."""
     # After `labkit.book.repository`, which sets the others.
     app.connect("config-inited", name_the_substitutions, priority=600)

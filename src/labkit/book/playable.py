@@ -28,15 +28,10 @@ from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.util.docutils import SphinxDirective
-from sphinx.util.osutil import relative_uri
 
 # From the folder of the pages.
 FOLDER = Path("_static/figures")
 _SVG = "{http://www.w3.org/2000/svg}"
-
-
-class Playable(nodes.General, nodes.Element):
-    """A figure: attributes `figure`, `state`, `first`, `alt`; its children are the caption."""
 
 
 class PlayableDirective(SphinxDirective):
@@ -58,9 +53,14 @@ class PlayableDirective(SphinxDirective):
             raise self.error(f"the figure {name!r} needs {needed}")
         self.env.note_dependency(str(folder / still(name, state)))
         alt = description(folder / still(name, state))
-        node = Playable(figure=name, state=state, first=self.options.get("try", ""), alt=alt)
-        self.state.nested_parse(self.content, self.content_offset, node)
-        return [node]
+        up = "../" * self.env.docname.count("/")
+        picture = f"{up}{(FOLDER / still(name, state)).as_posix()}"
+        head = opening(name, state, self.options.get("try", ""), picture, alt)
+        caption = nodes.Element()
+        self.state.nested_parse(self.content, self.content_offset, caption)
+        begin, end = f"{head}\n<figcaption>\n", "</figcaption>\n</figure>\n"
+        parts = [nodes.raw("", part, format="html") for part in (begin, end)]
+        return [parts[0], *caption.children, parts[1]]
 
 
 def scripts(name: str) -> list[str]:
@@ -108,23 +108,14 @@ def _written(attributes: dict[str, str]) -> str:
     return "".join(f' {name}="{html.escape(value)}"' for name, value in attributes.items())
 
 
-def _visit(translator: Any, node: Playable) -> None:
-    page = translator.builder.get_target_uri(translator.builder.current_docname)
-    name, state = node["figure"], node["state"]
-    picture = relative_uri(page, (FOLDER / still(name, state)).as_posix())
-    translator.body.append(opening(name, state, node["first"], picture, node["alt"]))
-    translator.body.append("\n<figcaption>\n")
-
-
-def _depart(translator: Any, node: Playable) -> None:
-    translator.body.append("</figcaption>\n</figure>\n")
-
-
 def _load_scripts(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.Node
 ) -> None:
     """Add the scripts of a page's figures to this page only."""
-    names = dict.fromkeys(node["figure"] for node in doctree.findall(Playable)) if doctree else {}
+    found = re.findall(
+        r'<figure class="playable"[^>]* data-figure="(\w+)"', context.get("body", "")
+    )
+    names = dict.fromkeys(found)
     folder = FOLDER.relative_to("_static").as_posix()
     for script in dict.fromkeys(script for name in names for script in scripts(name)):
         app.add_js_file(f"{folder}/{script}", loading_method="defer")
@@ -142,7 +133,6 @@ def _load_nothing_elsewhere(app: Sphinx, config: Config) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive with Sphinx."""
-    app.add_node(Playable, html=(_visit, _depart))
     app.add_directive("playable", PlayableDirective)
     # Before Sphinx's builder reads the two settings.
     app.connect("config-inited", _load_nothing_elsewhere)

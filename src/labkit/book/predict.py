@@ -36,10 +36,6 @@ from labkit.book.playable import FOLDER
 _VALUES = r"-?\d+(?:\.\d+)?(?:e-?\d+)?|yes|no|inf|nan"
 
 
-class Prediction(nodes.General, nodes.Element):
-    """A form for the reader's answers: attribute `html`."""
-
-
 class PredictDirective(SphinxDirective):
     """Put a form here; see the module."""
 
@@ -59,7 +55,8 @@ class PredictDirective(SphinxDirective):
             raise self.error(str(error)) from None
         columns = _parts(self.options.get("columns", ""))
         choices = [shown for shown, _ in _choices(self.options)]
-        return [Prediction(html=_form(self.arguments[0], columns, choices, rows))]
+        form = _form(self.arguments[0], columns, choices, rows)
+        return [nodes.raw("", form, format="html")]
 
 
 def answers(
@@ -171,19 +168,11 @@ def _cell(name: str, choices: Sequence[str], answer: str) -> str:
     return f'<td>{field}<span class="verdict"></span></td>'
 
 
-def _visit(translator: Any, node: Prediction) -> None:
-    translator.body.append(node["html"])
-
-
-def _depart(translator: Any, node: Prediction) -> None:
-    """Everything is written by `_visit`."""
-
-
 def _load_script(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.Node
 ) -> None:
     """Add the script and the style to pages with a form only."""
-    if doctree and any(doctree.findall(Prediction)):
+    if '<form class="predict"' in context.get("body", ""):
         folder = FOLDER.relative_to("_static").as_posix()
         app.add_js_file(f"{folder}/predict.js", loading_method="defer")
         app.add_css_file(f"{folder}/predict.css")
@@ -191,7 +180,6 @@ def _load_script(
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive with Sphinx."""
-    app.add_node(Prediction, html=(_visit, _depart))
     app.add_directive("predict", PredictDirective)
     app.connect("html-page-context", _load_script)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

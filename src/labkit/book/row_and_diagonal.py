@@ -264,10 +264,6 @@ def _arrow(number: int, one: Outcome, faint: bool) -> str:
 # ---- the page -----------------------------------------------------------------------------------
 
 
-class Combined(nodes.General, nodes.Element):
-    """A still picture: attribute `state`."""
-
-
 class CombinedDirective(SphinxDirective):
     """Put a state here; see the module."""
 
@@ -276,16 +272,9 @@ class CombinedDirective(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         if self.arguments[0] not in STATES:
             raise self.error(f"{self.arguments[0]!r} is none of {', '.join(STATES)}")
-        return [Combined(state=self.arguments[0])]
-
-
-def _visit(translator: Any, node: Combined) -> None:
-    drawn = picture(STATES[node["state"]])
-    translator.body.append(f'<figure class="row-and-diagonal">{drawn}</figure>\n')
-
-
-def _depart(translator: Any, node: Combined) -> None:
-    """Everything is written by `_visit`."""
+        drawn = picture(STATES[self.arguments[0]])
+        figure = f'<figure class="row-and-diagonal">{drawn}</figure>\n'
+        return [nodes.raw("", figure, format="html")]
 
 
 def staged(body: str) -> str:
@@ -316,7 +305,7 @@ def _stage(first: State) -> Tag:
 def _put_on_stage(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.Node
 ) -> None:
-    if doctree and any(doctree.findall(Combined)):
+    if '<figure class="row-and-diagonal">' in context.get("body", ""):
         context["body"] = staged(context["body"])
         folder = FOLDER.relative_to("_static").as_posix()
         app.add_js_file(f"{folder}/row_and_diagonal.js", loading_method="defer")
@@ -324,7 +313,6 @@ def _put_on_stage(
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive with Sphinx."""
-    app.add_node(Combined, html=(_visit, _depart))
     app.add_directive("combined", CombinedDirective)
     app.connect("html-page-context", _put_on_stage)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -4,14 +4,12 @@ The address is `html: baseurl` in `_config.yml`; the environment variable BOOK_S
 With an address, Sphinx names the canonical address of each page, and this adds og:url, a picture
 (og:image, twitter:card), sitemap.xml, robots.txt, and 404.html. Without one, nothing is added,
 because all of these are absolute addresses.
-
-The picture has the page's title and its first wrong gradient, as an arrow against a circle.
 """
 
 import os
 import textwrap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bs4 import BeautifulSoup, Tag
 from sphinx.application import Sphinx
@@ -22,21 +20,12 @@ from labkit.book.site import pages_of
 
 PICTURES = "_static/shared"
 SIZE = (1200, 630)  # pixels, as chats and forums show it
-INK, PAPER, RIGHT, WRONG = "#1b2430", "#ffffff", "#1a7f4b", "#c0392b"
+INK = "#1b2430"
 NOT_LISTED = ("search.html", "404.html")
 LOST = """\
 <h1>There is no such page</h1>
 <p>It may have moved. <a href="index.html">Begin at the front page</a>, or look in
 <a href="reference/symptoms.html">the symptom index</a>.</p>"""
-
-
-class Result(NamedTuple):
-    """A gradient in a result table, against the right one."""
-
-    name: str
-    """the row"""
-    ratio: str
-    cosine: str
 
 
 def name_the_site(app: Sphinx, config: Config) -> None:
@@ -64,7 +53,7 @@ def share(app: Sphinx, exception: Exception | None) -> None:
         title = " ".join(page.h1.get_text().removesuffix("#").split())
         said = page.head.find("meta", {"name": "description"})
         summary = str(said["content"]) if said else ""
-        draw(title, summary, first_wrong(page), site / picture)
+        draw(title, summary, site / picture)
         _name(page, page.head, address + name, address + picture)
         path.write_text(str(page), encoding="utf-8")
         listed.append(address + name)
@@ -89,20 +78,6 @@ def _name(page: BeautifulSoup, head: Tag, address: str, picture: str) -> None:
         head.append(page.new_tag("meta", attrs={key: name, "content": content}))
 
 
-def first_wrong(page: BeautifulSoup) -> Result | None:
-    """The first row of a result table on `page` whose gradient is wrong, if there is one."""
-    glyph = page.select_one(".result-table .verdict-glyph.wrong")
-    row = glyph.find_parent("tr") if glyph else None
-    table = glyph.find_parent("table") if glyph else None
-    if row is None or table is None:
-        return None
-    headers = [cell.get_text() for cell in table.select("thead tr > *")]
-    cells = [cell.get_text() for cell in row.find_all("td")]
-    at = headers.index("cosine")
-    ratio = next(i for i, header in enumerate(headers) if header.endswith("ratio"))
-    return Result(cells[0], cells[ratio], cells[at])
-
-
 def lost_page(front: BeautifulSoup, address: str) -> str:
     """The page for an address that leads nowhere: the frame of the front page, at any depth."""
     if front.head is None:
@@ -121,39 +96,17 @@ def lost_page(front: BeautifulSoup, address: str) -> str:
     return str(front)
 
 
-def draw(title: str, summary: str, result: Result | None, path: Path) -> None:
-    """Write the picture of a page as PNG."""
+def draw(title: str, summary: str, path: Path) -> None:
+    """Write a picture of a page's title and summary as PNG."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(SIZE[0] / 100, SIZE[1] / 100), dpi=100, facecolor=PAPER)
+    figure = Figure(figsize=(SIZE[0] / 100, SIZE[1] / 100), dpi=100, facecolor="white")
     figure.text(0.06, 0.88, "How gradients are combined", fontsize=20, color=INK, alpha=0.7)
-    lines = textwrap.wrap(title.replace("`", ""), 22)
+    lines = textwrap.wrap(title.replace("`", ""), 36)
     figure.text(0.06, 0.8, "\n".join(lines[:5]), fontsize=38, color=INK, weight="bold", va="top")
-    text = "\n".join(textwrap.wrap(summary, 48, max_lines=4, placeholder=" …"))
+    text = "\n".join(textwrap.wrap(summary, 80, max_lines=4, placeholder=" …"))
     figure.text(0.06, 0.08, text.replace("$", r"\$"), fontsize=17, color=INK, va="bottom")
-    ratio, cosine = (float(result.ratio), float(result.cosine)) if result else (1.0, 1.0)
-    panel = figure.add_axes((0.64, 0.24, 0.32, 0.61))
-    panel.set(xlim=(-1.6, 1.6), ylim=(-1.6, 1.6), aspect="equal")
-    panel.axis("off")
-    _draw_glyph(panel, ratio, cosine, WRONG if result else RIGHT)
-    if result:
-        name = textwrap.shorten(result.name, 32, placeholder=" …")
-        said = f"{name}\nratio {result.ratio}, cosine {result.cosine}"
-        figure.text(0.95, 0.08, said, fontsize=18, color=INK, ha="right", va="bottom")
     figure.savefig(path)
-
-
-def _draw_glyph(panel: Any, ratio: float, cosine: float, color: str) -> None:
-    """The arrow of a gradient against the circle at which the right one ends."""
-    from matplotlib.patches import Circle
-
-    panel.add_patch(Circle((0, 0), 1, fill=False, linewidth=5, edgecolor="#b9c2cc"))
-    panel.add_patch(Circle((1, 0), 0.1, color="#b9c2cc"))
-    length = min(ratio, 1.5)
-    along = max(-1.0, min(1.0, cosine))
-    tip = (length * along, length * (1 - along * along) ** 0.5)
-    look = {"arrowstyle": "-|>", "color": color, "linewidth": 7, "mutation_scale": 40}
-    panel.annotate("", xy=tip, xytext=(0, 0), arrowprops={**look, "shrinkA": 0, "shrinkB": 0})
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

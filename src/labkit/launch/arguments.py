@@ -6,6 +6,12 @@ import os
 import time
 
 
+def explained_by(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of a module, line by line."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=as_written)
+
+
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """`parser.parse_args()` on every rank; only rank 0 prints help and errors."""
     if os.environ.get("RANK", "0") == "0":
@@ -26,6 +32,8 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def positive(text: str) -> int:
     """An integer of at least 1; pass it as `type=` to `add_argument`."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no positive whole number in the digits 0 to 9"
+        )
+    return int(text)

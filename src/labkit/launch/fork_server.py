@@ -2,25 +2,31 @@
 
 It runs no thread, and never waits for a process that asks. The kernel queues those that connect;
 for each, the server forks, and all else is the fork's. So it serves many at the same time.
+
+Its socket is a file in a folder that only this user can enter, on this machine, outside of other
+containers.
 """
 
 import contextlib
 import importlib
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import NoReturn
 
-from labkit.launch import user_sockets
 from labkit.launch.guard import adopt_orphans, kill_descendants, own_session
-from labkit.launch.inherited_state import adopt_outputs, open_outputs
 from labkit.launch.memory import gc_paused, use_huge_pages
 
 STARTED = "started"
+OUTPUTS = (1, 2)  # file descriptors
+_WAITING = 4096  # connections that may wait to be accepted
 # torch's DDP and optimizers import torch._dynamo on first use, which would cost every rank of every
 # call one second.
 LOADED = (
@@ -36,6 +42,28 @@ FRESH_PATH = [
     for path in sys.path
     if path and path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)
 ]
+
+
+def listen(address: str) -> socket.socket:
+    """Listen at `address`. Raises OSError if another process does."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(address)
+        listener.listen(_WAITING)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def open_outputs() -> None:
+    """Open the null device for each of the standard files that is closed.
+
+    Otherwise the next socket gets its number, and is handed on as an output.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= max(OUTPUTS):
+        os.set_inheritable(number, True)
+    os.close(number)
 
 
 def serve(listener: int, lifeline: int, address: str, modules: Sequence[str]) -> NoReturn:
@@ -62,13 +90,13 @@ def _serve(listener: socket.socket, lifeline: socket.socket, address: str) -> No
     _lifeline = lifeline
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what it forks
     while lifeline not in wait([listener, lifeline]):
-        if (caller := user_sockets.accept(listener)) is None:
-            continue
-        with caller, contextlib.suppress(OSError):  # no more processes: the caller sees the end
-            if os.fork() == 0:
-                listener.close()
-                _supervise(caller)
-    user_sockets.remove(address)
+        with contextlib.suppress(OSError):  # no more processes: the caller sees the end
+            caller, _ = listener.accept()
+            with caller:
+                if os.fork() == 0:
+                    listener.close()
+                    _supervise(caller)
+    shutil.rmtree(Path(address).parent, ignore_errors=True)
     os._exit(0)
 
 
@@ -79,11 +107,11 @@ def _supervise(connection: socket.socket) -> NoReturn:
     adopt_orphans()
     code = 1
     try:
-        adopt_outputs(connection)
+        _adopt_outputs(connection)
         caller = Connection(connection.detach())
         caller.send(STARTED)
         if state := caller.recv():
-            state.apply()
+            _adopt_state(*state)
         target, args = caller.recv()
         target(caller, *args)
         code = 0
@@ -96,10 +124,35 @@ def _supervise(connection: socket.socket) -> NoReturn:
         os._exit(code)
 
 
+def _adopt_outputs(connection: socket.socket) -> None:
+    """Make the caller's standard output and error this process's. EOFError: it is gone."""
+    _, files, _, _ = socket.recv_fds(connection, 1, len(OUTPUTS))
+    if not files:
+        raise EOFError
+    for number, file in zip(OUTPUTS, files, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _adopt_state(path: list[str], folder: str, environment: Mapping[str, str]) -> None:
+    """Make the caller's sys.path, working directory, and environment this process's."""
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # it is chosen anew, as the environment says
+    with contextlib.suppress(OSError):  # it was removed
+        os.chdir(folder)
+
+
 def extend(caller: Connection, address: str, path: list[str], modules: Sequence[str]) -> None:
     """Make this fork of a shared server a server itself, which has more modules."""
+    import fcntl  # Windows has none, and nothing that forks
+
+    lock = open(f"{address}.lock", "w")  # noqa: SIM115, held until this process ends
     try:
-        listener = user_sockets.listen(address)
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        Path(address).unlink(missing_ok=True)  # of one that was killed
+        listener = listen(address)
     except OSError:  # another one does
         return
     with caller:

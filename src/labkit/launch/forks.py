@@ -23,10 +23,12 @@ import contextlib
 import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,22 +39,20 @@ from typing import Any
 
 import psutil
 
-from labkit.launch import user_sockets
-from labkit.launch.fork_server import extend
+from labkit.launch.fork_server import OUTPUTS, extend, listen, open_outputs
 from labkit.launch.guard import die_with_parent, own_session
-from labkit.launch.inherited_state import InheritedState, open_outputs, send_outputs
 
 # Seconds in which a supervisor ends after its caller has left. It is not waited for any longer.
 _END_WITHIN = 20.0
 _START_WITHIN = 300.0  # seconds; a server that is asked for the first time has to load torch
 SHARED = "LABKIT_FORK_SERVER"  # environment variable: whose server it is, and its address
-NOT_SHARED = "none"
 _SERVER = """
-import select, sys
+import select, shutil, sys
 if {1} not in select.select([{0}, {1}], [], [])[0]:
     from labkit.launch.fork_server import serve
     sys.path[:] = {path}
     serve(*{arguments})
+shutil.rmtree({folder!r}, ignore_errors=True)  # nobody has asked
 """
 
 
@@ -165,14 +165,14 @@ class ForkServer:
     def forked(self, target: Callable[..., None], *args: Any) -> Iterator[Connection]:
         """Run `target(connection, *args)` in a new process; give the other end of the connection.
 
-        `target` and `args` are pickled by name. The new process has from this one what a child
-        would have: `InheritedState`, and its standard output and error. On leaving, the connection
+        `target` and `args` are pickled by name. The new process has this one's environment,
+        working directory, sys.path, standard output, and standard error. On leaving, the connection
         is closed and the end of the process is awaited. Raises NotStartedError if no process can be
         started.
         """
         ours = self._ask_for_a_fork()
         try:
-            ours.send(InheritedState.here())
+            ours.send((sys.path, os.getcwd(), dict(os.environ)))
             ours.send((target, args))
             yield ours
         finally:
@@ -196,7 +196,7 @@ class ForkServer:
                 self._lifeline = None
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout=5)
-                user_sockets.remove(self._address)
+                shutil.rmtree(Path(self._address).parent, ignore_errors=True)
 
     def _ask_for_a_fork(self) -> Connection:
         if not hasattr(os, "fork"):
@@ -215,13 +215,15 @@ class ForkServer:
 
     def _start(self) -> None:
         open_outputs()
-        self._address = user_sockets.new_address()
+        # The path of a socket has at most 100 characters, and TMPDIR may be long.
+        folder = tempfile.mkdtemp(prefix="labkit-", dir="/tmp")
+        self._address = f"{folder}/server"
         here, there = socket.socketpair()
-        with there, user_sockets.listen(self._address) as listener:
+        with there, listen(self._address) as listener:
             files = listener.fileno(), there.fileno()
             modules = [*self.modules, *_of_pytest()]
             arguments = (*files, self._address, modules)
-            command = _SERVER.format(*files, path=sys.path, arguments=arguments)
+            command = _SERVER.format(*files, path=sys.path, arguments=arguments, folder=folder)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", command],
                 stdin=subprocess.DEVNULL,
@@ -241,14 +243,12 @@ def shared_server() -> Iterator[None]:
     """Inside the block, this process and all that it starts ask one server, by a variable.
 
     The server ends with the block, or with this process. A process that cannot reach it, or that
-    runs in another Python environment, container, or control group, starts its own; so does every
-    process if LABKIT_FORK_SERVER=none.
+    runs in another Python environment, starts its own.
     """
-    before = os.environ.get(SHARED)
-    if before == NOT_SHARED or _shared_address():
+    if _shared_address():
         yield
         return
-    server = ForkServer()
+    server, before = ForkServer(), os.environ.get(SHARED)
     os.environ[SHARED] = f"{_this_python()}:{server.start()}"
     try:
         yield
@@ -283,8 +283,9 @@ def _shared_address() -> str:
 def _ask(address: str) -> Connection:
     """A new fork of the server there. Raises OSError or EOFError if it cannot be reached."""
     open_outputs()
-    with user_sockets.connect(address) as connection:
-        send_outputs(connection)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        socket.send_fds(connection, [b"\0"], OUTPUTS)
         ours = Connection(connection.detach())
     try:
         if not ours.poll(_START_WITHIN):

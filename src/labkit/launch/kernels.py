@@ -5,11 +5,13 @@ kernel, which opens them a second later. On a busy machine, another process some
 of them, and the kernel ends before its first cell. A socket in the file system has a unique name.
 
 Inside `labkit.launch.forks.shared_server`, a kernel of this Python is a fork of a process that has
-loaded torch, IPython, and matplotlib (`labkit.launch.kernel_process`). It ends when the process
-that manages it ends.
+loaded torch, IPython, and matplotlib: what `python -m ipykernel_launcher` would be. It ends when
+the process that manages it ends.
 """
 
+import atexit
 import contextlib
+import multiprocessing.process
 import os
 import sys
 import uuid
@@ -22,17 +24,43 @@ from jupyter_client.provisioning import LocalProvisioner
 from jupyter_core.paths import jupyter_runtime_dir
 from traitlets import HasTraits, default
 
-from labkit.launch.forks import ForkServer, NotStartedError, is_shared
+from labkit.launch.fork_server import FRESH_PATH
+from labkit.launch.forks import ForkServer, NotStartedError, fresh_randomness, is_shared
 from labkit.launch.popen import ForkedPopen
 
-_KERNELS = ForkServer("labkit.launch.kernel_process")
 _LAUNCHER = "ipykernel_launcher"
+# Not matplotlib.pyplot, which looks at its environment when it is loaded.
+_KERNELS = ForkServer(
+    *(_LAUNCHER, "ipykernel.kernelapp", "ipykernel.ipkernel"),
+    *("matplotlib.backends.backend_agg", "matplotlib.figure", "torch", "labkit.launch.kernels"),
+)
+# A process that multiprocessing forks has another name, and a parent.
+_MAIN = multiprocessing.process.current_process()
+_INLINE = "module://matplotlib_inline.backend_inline"  # ipykernel's choice
 
 
 def _run(options: Sequence[str]) -> None:
-    from labkit.launch.kernel_process import run  # in the server, which has loaded it
+    """Be a kernel with these command-line options until it is shut down."""
+    import ipykernel_launcher  # these are loaded in the server
+    import matplotlib
+    import torch
+    from ipykernel.ipkernel import IPythonKernel
+    from ipykernel.kernelapp import IPKernelApp
 
-    run(options)
+    multiprocessing.process._parent_process = None
+    multiprocessing.process._current_process = _MAIN
+    given = os.environ.get("PYTHONPATH", "")
+    first = [os.path.abspath(path) for path in given.split(os.pathsep)] if given else []
+    sys.path[:] = dict.fromkeys([*first, *FRESH_PATH])
+    fresh_randomness()
+    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():  # torch has read it before
+        torch.set_num_threads(int(threads))
+    matplotlib.rcParams["backend"] = os.environ.setdefault("MPLBACKEND", _INLINE)
+    sys.argv = [ipykernel_launcher.__file__, *options]
+    try:
+        IPKernelApp.launch_instance(kernel_class=IPythonKernel, parent_handle=os.getppid())
+    finally:
+        atexit._run_exitfuncs()
 
 
 class _Kernel(HasTraits):

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,14 @@ def join_ranks() -> Iterator[Place]:
     # A launcher ends all ranks once one has failed: what they printed must be out before.
     sys.stdout.flush()
     leave_group()
+
+
+def refuse(place: Place, text: str) -> NoReturn:
+    """End every rank with exit code 1; rank 0 says why. Every rank must call it."""
+    if place.rank == 0:
+        print(text, flush=True)
+    dist.barrier()  # torchrun ends rank 0, too, once another rank has failed
+    raise SystemExit(1)
 
 
 def leave_group() -> None:

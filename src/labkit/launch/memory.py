@@ -101,24 +101,14 @@ def available_memory() -> int:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """What is left of the limit of each control group that holds this process, version 2 or 1."""
-    for line in _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        top, limit, used = _CGROUPS, "memory.max", "memory.current"
-        if "memory" in controllers.split(","):
-            top, limit, used = top / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        elif controllers:
-            continue
-        own = top / path.lstrip("/")
+    """What is left of the limit of each control group (version 2) that holds this process."""
+    lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []
+    for own in (_CGROUPS / line[4:] for line in lines if line.startswith("0::/")):
         for group in [own, *own.parents]:
             # No such file, or "max": no limit here. The page cache gives way to a process.
             with contextlib.suppress(OSError, ValueError):
-                left = int((group / limit).read_text()) - int((group / used).read_text())
-                yield left + _page_cache(group)
-            if group == top:
+                limit, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))
+                counts = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
+                yield limit - used + int(counts["inactive_file"])
+            if group == _CGROUPS:
                 break
-
-
-def _page_cache(group: Path) -> int:
-    counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))

@@ -35,16 +35,15 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from labkit.launch.arguments import positive
+from labkit.launch.arguments import explained_by, positive
 from labkit.launch.forks import (
     OF_THIS_PROCESS,
     ForkServer,
@@ -54,7 +53,7 @@ from labkit.launch.forks import (
 )
 from labkit.launch.guard import die_with_parent
 from labkit.launch.memory import check_memory, gc_paused
-from labkit.launch.popen import ForkedPopen
+from labkit.launch.popen import run_forked, shells
 
 GRACE = 60.0  # seconds
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"  # the interface's name
@@ -62,9 +61,7 @@ AS_RANK = "--as-rank"  # what an agent starts this file with
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = explained_by(__doc__)
     parser.add_argument("--nodes", type=positive, default=2, help="agents (default 2)")
     parser.add_argument("--nproc-per-node", default="1", help="ranks of each agent (default 1)")
     parser.add_argument("--lab", action="store_true", help="one node, without torchrun's report")
@@ -75,8 +72,8 @@ def main() -> None:
     ranks = given.nproc_per_node
     try:
         if ranks not in ("auto", "cpu", "gpu"):
-            if not ranks.isdecimal() or int(ranks) < 1:
-                raise ValueError(f"{ranks!r} is no number of ranks: give a positive whole number.")
+            if not (ranks.isascii() and ranks.isdecimal()) or int(ranks) < 1:
+                raise ValueError(f"{ranks!r} is no number of ranks: give one such as 4.")
             check_memory(given.nodes * int(ranks))
     except ValueError as error:
         sys.exit(str(error))
@@ -101,37 +98,21 @@ def run_warm(
     nodes: int = 1,
     linger: float = 0.0,
     preload: Sequence[str] = (),
-    plain: Callable[[list[str]], object] | None = None,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run torchrun with `arguments`, its options and the script; capture what it prints.
+    """Run torchrun with `arguments`, its options and the script, as `run_forked` does.
 
     One agent runs for each of `nodes`. `arguments` must not name the rendezvous: this adds it.
-    What the ranks leave behind, such as the doctor's watcher, gets `linger` seconds to end. Ranks
-    find the modules `preload` loaded. With 0 `nodes`, the script runs as one process without
-    torchrun: `plain` (default: `as_script`) gets `arguments`, its path and its own arguments.
-    Nothing that it started is left when this returns, raises, or when the caller is killed.
-    Raises subprocess.TimeoutExpired after `timeout` seconds, and
-    `labkit.launch.forks.NotStartedError` if no process can be started.
+    Ranks find the modules `preload` loaded.
     """
-    with tempfile.TemporaryDirectory(prefix="torchrun-") as name, agents_of(nodes, env) as agents:
-        options, environment = agents
-        files = [Path(name, "stdout"), Path(name, "stderr")]
-        place = {"folder": cwd, "environment": environment, "stdout": files[0], "stderr": files[1]}
-        target = functools.partial(_warm_agents, nodes=nodes) if nodes else plain or as_script
+    with agents_of(nodes, env) as (options, environment):
+        target = functools.partial(_warm_agents, nodes=nodes)
         words = [*options, *arguments]
-        with contextlib.closing(
-            ForkedPopen(_server(*preload), target, words, linger=linger, **place)
-        ) as process:
-            code = process.wait(timeout)
-        # Read only now: closing it ended every process that could still write.
-        said = [file.read_text("utf-8", "replace") if file.exists() else "" for file in files]
-    if code is None:
-        raise subprocess.TimeoutExpired(list(arguments), timeout, *said)
-    return subprocess.CompletedProcess(list(arguments), _shells(code), *said)
+        return run_forked(server_with(*preload), target, words, timeout, cwd, environment, linger)
 
 
 @functools.cache
-def _server(*modules: str) -> ForkServer:
+def server_with(*modules: str) -> ForkServer:
+    """This process's server, or one that has loaded `modules`, too."""
     return ForkServer(*modules) if modules else OF_THIS_PROCESS
 
 
@@ -168,12 +149,7 @@ def _end_of(agents: list[BaseProcess]) -> int:
             wait([agent.sentinel for agent in agents if agent.is_alive()], timeout=0.05)
     finally:
         stop_forked(*agents)
-    return _shells(failed or next(filter(None, codes), 0))
-
-
-def _shells(code: int) -> int:
-    """What a shell says for an exit code, which is negative for a signal."""
-    return code if code >= 0 else 128 - code
+    return shells(failed or next(filter(None, codes), 0))
 
 
 @contextlib.contextmanager
@@ -193,11 +169,11 @@ def reserved_port() -> Iterator[int]:
 def agents_of(nodes: int, given: Mapping[str, str]) -> Iterator[tuple[list[str], dict[str, str]]]:
     """The options and the environment of each agent of a job; a port stays reserved meanwhile.
 
-    One node, or none, needs no more than `given`. Several agents on one machine get what they need
-    where `given` does not say otherwise.
+    One node needs no more than `given`. Several agents on one machine get what they need where
+    `given` does not say otherwise.
     """
     if nodes < 2:
-        yield ["--standalone"] * nodes, dict(given)
+        yield ["--standalone"], dict(given)
         return
     defaults = {
         "GLOO_SOCKET_IFNAME": LOOPBACK,
@@ -237,7 +213,7 @@ def _run_lab(arguments: list[str]) -> int:
         run_agent(arguments)
     except ChildFailedError as failed:
         _, first = failed.get_first_failure()
-        return _shells(first.exitcode)
+        return shells(first.exitcode)
     return 0
 
 

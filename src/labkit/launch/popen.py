@@ -3,9 +3,12 @@
 import contextlib
 import os
 import signal
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from labkit.launch.forks import ForkServer, start_forked
@@ -71,6 +74,41 @@ class ForkedPopen:
     def close(self) -> None:
         """End it, and wait for its end."""
         self._fork.close()
+
+
+def run_forked(
+    server: ForkServer,
+    target: Callable[[list[str]], object],
+    words: Sequence[str],
+    timeout: float,
+    cwd: Path,
+    env: Mapping[str, str],
+    linger: float = 0.0,
+) -> "subprocess.CompletedProcess[str]":
+    """Run `target(words)` in a fork of `server`, and capture what it prints.
+
+    What it leaves behind, such as the doctor's watcher, gets `linger` seconds to end. Nothing that
+    it started is left when this returns, raises, or when the caller is killed. Raises
+    subprocess.TimeoutExpired after `timeout` seconds, and `labkit.launch.forks.NotStartedError` if
+    no process can be started.
+    """
+    with tempfile.TemporaryDirectory(prefix="forked-") as name:
+        files = [Path(name, "stdout"), Path(name, "stderr")]
+        place = {"folder": cwd, "environment": env, "stdout": files[0], "stderr": files[1]}
+        with contextlib.closing(
+            ForkedPopen(server, target, list(words), linger=linger, **place)
+        ) as process:
+            code = process.wait(timeout)
+        # Read only now: closing it ended every process that could still write.
+        said = [file.read_text("utf-8", "replace") if file.exists() else "" for file in files]
+    if code is None:
+        raise subprocess.TimeoutExpired(list(words), timeout, *said)
+    return subprocess.CompletedProcess(list(words), shells(code), *said)
+
+
+def shells(code: int) -> int:
+    """What a shell says for an exit code, which is negative for a signal."""
+    return code if code >= 0 else 128 - code
 
 
 def _supervise(

@@ -114,9 +114,9 @@ def run_ranks(
         timeout: seconds for the function, counted from the moment when all ranks have joined the
             process group. Joining may take as long, but at least 30 s.
         stuck_after: end the call, like a timeout, once all unfinished ranks wait for each other on
-            the CPU and none has moved for so many seconds (`labkit.launch.stillness`; Linux). None:
-            only `timeout` ends it, or what `ends_when_stuck` says. A rank that catches a time limit
-            of its own, such as that of `Work.wait`, needs more.
+            the CPU and none has moved for so many seconds (`labkit.launch.rank_states`; Linux).
+            None: only `timeout` ends it, or what `ends_when_stuck` says. A rank that catches a time
+            limit of its own, such as that of `Work.wait`, needs more.
         device: "auto" takes NCCL and `cuda:rank` if there are `world_size` GPUs, and otherwise gloo
             on the CPU. "cpu" always takes the CPU. "cuda" requires GPUs; ranks share them, over
             gloo, if there are fewer than `world_size`.

@@ -6,8 +6,8 @@
 2. Each rank joins a process group over the loopback interface, calls the function, and sends its
    result or its error to the supervisor. The store is a file, so nothing listens for it.
 3. The supervisor collects reports until every rank has reported, one has failed, the time is up,
-   the caller is gone, or all wait and none moves (`labkit.launch.stillness`). After a failure or a
-   timeout it asks the ranks that still run for their stacks (`labkit.launch.rank_states`).
+   the caller is gone, or all wait and none moves. After a failure or a timeout it asks the ranks
+   that still run for their stacks (`labkit.launch.rank_states`).
 4. If all returned, it lets them exit: a rank that left earlier would close its connections to a
    slower one. Then it ends what remains, and sends the caller the reports and the ranks' output.
 """
@@ -39,8 +39,14 @@ import torch
 import torch.distributed as dist
 
 from labkit.launch.forks import fresh_randomness, start_forked, stop_forked
-from labkit.launch.rank_states import Frame, RankState, describe, read_stack, show_cells_as
-from labkit.launch.stillness import Stillness
+from labkit.launch.rank_states import (
+    Frame,
+    RankState,
+    Stillness,
+    describe,
+    read_stack,
+    show_cells_as,
+)
 
 INJECTED = ("rank", "world_size", "device")
 # A rank raises one of these when another rank has failed: it is not the cause.

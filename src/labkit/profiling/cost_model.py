@@ -205,11 +205,3 @@ def simulate(
         free = begun + all_reduce(sum(backward.bytes[index] for index in bucket))
         sent.append((launched, begun, free))
     return SimulatedStep(tuple(sent), backward.end, max(backward.end, free))
-
-
-def lower_limit(backward: Backward, all_reduce: Callable[[int], float]) -> float:
-    """The lower limit of the step time for any plan, in seconds: max(compute, t₁ + C).
-
-    t₁ is when the first gradient is ready, and C is one all-reduce of all bytes.
-    """
-    return max(backward.end, backward.ready[0] + all_reduce(sum(backward.bytes)))

@@ -1,7 +1,8 @@
 """The bytes that each rank sends to each other rank, in one all-reduce built from send and recv."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from unittest import mock
 
 import torch
@@ -16,11 +17,29 @@ ELEMENTS = 840  # float32; divided evenly by 2 to 8 ranks
 Sent = list[dict[int, float]]
 
 
+@contextmanager
+def counted() -> Iterator[Counter[int]]:
+    """Count the bytes that this rank passes to `torch.distributed.batch_isend_irecv`, by receiver.
+
+    Messages of torch's own collectives are not seen.
+    """
+    pass_on = dist.batch_isend_irecv
+    sent: Counter[int] = Counter()
+
+    def count(messages: list[dist.P2POp]) -> list[dist.Work]:
+        for message in messages:
+            if message.op is dist.isend:
+                sent[message.peer] += message.tensor.nbytes
+        return pass_on(messages)
+
+    with mock.patch.object(dist, "batch_isend_irecv", count):
+        yield sent
+
+
 def count_sent(world_size: int, all_reduce: Callable[[Tensor], object]) -> Sent:
     """What each of `world_size` ranks sends while it all-reduces one tensor of 840 float32.
 
-    Counts the messages that `all_reduce` passes to `torch.distributed.batch_isend_irecv`; those of
-    torch's own collectives are not seen. Raises RuntimeError if the result is not the sum.
+    Counts what `counted` sees. Raises RuntimeError if the result is not the sum.
     """
     return run_ranks(_count, world_size, all_reduce, device="cpu")
 
@@ -42,17 +61,8 @@ def leaving(sent: Sent, node_of: Callable[[int], int]) -> Sequence[float]:
 
 
 def _count(rank: int, world_size: int, all_reduce: Callable[[Tensor], object]) -> dict[int, float]:
-    pass_on = dist.batch_isend_irecv
-    sent: Counter[int] = Counter()
-
-    def count(messages: list[dist.P2POp]) -> list[dist.Work]:
-        for message in messages:
-            if message.op is dist.isend:
-                sent[message.peer] += message.tensor.nbytes
-        return pass_on(messages)
-
     mine = torch.full((ELEMENTS,), float(rank + 1))
-    with mock.patch.object(dist, "batch_isend_irecv", count):
+    with counted() as sent:
         all_reduce(mine)
     wanted = world_size * (world_size + 1) / 2
     if mine.unique().tolist() != [wanted]:

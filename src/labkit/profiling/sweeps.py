@@ -3,14 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-from labkit.profiling.cost_model import (
-    Backward,
-    Link,
-    SimulatedStep,
-    lower_limit,
-    ring,
-    simulate,
-)
+from labkit.profiling.cost_model import Backward, Link, SimulatedStep, ring, simulate
 
 
 def backward_like(sizes: Sequence[int], forward: float, backward: float) -> Backward:
@@ -40,5 +33,9 @@ def simulate_ring(
 
 
 def limit_of_ring(backward: Backward, link: Link, world_size: int) -> float:
-    """The seconds below which no plan gets over `link`: see `cost_model.lower_limit`."""
-    return lower_limit(backward, lambda nbytes: link.seconds(ring(world_size, nbytes)))
+    """The seconds below which no plan gets over `link`: max(compute, t₁ + C).
+
+    t₁ is when the first gradient is ready, and C is one all-reduce of all bytes.
+    """
+    one_message = link.seconds(ring(world_size, sum(backward.bytes)))
+    return max(backward.end, backward.ready[0] + one_message)

@@ -29,19 +29,17 @@ _HEIGHT = 0.36
 _LETTER = 0.012  # of the width of the figure
 
 
-def draw_together(
-    recordings: Mapping[str, Recording], rank: int = 0, title: str | None = None
-) -> Figure:
-    """Draw one rank's step of several recordings, one below the other, on one time axis in ms.
+def draw_together(recordings: Mapping[str, Recording], title: str = "") -> Figure:
+    """Draw rank 0's step of several recordings, one below the other, on one time axis in ms.
 
     The background is white, so that the figure is legible on a dark page.
 
     Args:
-        recordings: by name, from top to bottom; each begins at 0.
-        rank: which rank of each. A rank that begins early waits for the others in its first
-            collective, so put a barrier before `with recorder:`.
+        recordings: by name, from top to bottom; each begins at 0. A rank that begins early waits
+            for the others in its first collective, so put a barrier before `with recorder:`.
+        title: above the drawing.
     """
-    steps = [one.shifted(-one.begin) for one in (r.ranks[rank] for r in recordings.values())]
+    steps = [one.shifted(-one.begin) for one in (r.ranks[0] for r in recordings.values())]
     lanes = [lane for name in recordings for lane in (name, "sends")]
     figure, axes = plt.subplots(
         figsize=(7.6, 1.1 + 0.95 * len(steps)), layout="constrained", facecolor="white"
@@ -55,7 +53,7 @@ def draw_together(
     axes.set(xlabel="ms", xlim=(0, width * 1.02), ylim=(2.2 * len(steps) - 0.75, -0.5))
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(title or "", loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=11)
     figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
 

@@ -38,15 +38,11 @@ def draw_batch(rank: int, world_size: int, step: int, own: bool = False, seed: i
     return _points(classes, SAMPLES, generator, seed)
 
 
-def draw_held_out(seed: int = 0) -> Batch:
-    """1,024 points of all classes, which no rank trains on."""
-    return _points(torch.arange(CLASSES), 1024, torch.Generator().manual_seed(seed + 1), seed)
-
-
 @torch.no_grad()
 def held_out_loss(model: nn.Module, seed: int = 0) -> float:
-    """The mean cross-entropy on the held-out points."""
-    inputs, labels = draw_held_out(seed)
+    """The mean cross-entropy on 1,024 points of all classes, which no rank trains on."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    inputs, labels = _points(torch.arange(CLASSES), 1024, generator, seed)
     device = next(model.parameters()).device
     return cross_entropy(model(inputs.to(device)), labels.to(device)).item()
 

@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 
 from labkit.testing.agreement import InvariantError
-from labkit.testing.late import WrittenInFlightError
 from labkit.testing.trial import Wrap
-from labkit.testing.watch import CollectiveMismatchError, SameCollectives
+from labkit.testing.watch import (
+    CollectiveMismatchError,
+    SameCollectives,
+    WrittenInFlightError,
+)
 
 Device = torch.device | str
 # Every rank of the default group must call it, with `(wrap, device="cpu", watched=None)`. Without

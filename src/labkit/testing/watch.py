@@ -8,19 +8,26 @@ Both see calls from Python (`torch.distributed.all_reduce`) and from C++ (the re
 DistributedDataParallel). Every process group sends its calls through torch's dispatcher as
 operators of the namespace `c10d`; `torch.distributed.tensor.debug.CommDebugMode` counts them
 there, too. Point-to-point messages (send, recv) are not collectives and are ignored.
+
+`late_collectives` carries out asynchronous collectives as late as possible: when they are waited
+for. A fast connection has often sent a small tensor before the program's next line runs, so a
+program that reads, overwrites, or frees the tensor too early seems to work. Within this context the
+bug shows each time. Only calls written `torch.distributed.all_reduce(…)` are delayed, not those
+from C++, as in torch's DistributedDataParallel.
 """
 
 import math
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial, wraps
 from typing import Any, NamedTuple, Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from labkit.testing.late import late_collectives
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _NOT_COLLECTIVE = ("send", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
@@ -30,6 +37,11 @@ _SAME_SHAPE_ON_ALL_RANKS = {
     *("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_"),
     *("broadcast_", "broadcast", "reduce_"),
 }
+_DELAYED = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all_single"),
+    *("all_gather_single", "all_gather_into_tensor"),
+    *("reduce_scatter_single", "reduce_scatter_tensor"),
+)
 _MESSAGE_BYTES = 512
 _all_gather = dist.all_gather  # not the one that `late_collectives` puts in its place
 
@@ -74,7 +86,7 @@ class RecordedCollectives(TorchDispatchMode):
     ) -> Any:
         # First what is cheap: every operation of torch passes through here.
         if func.namespace in _NAMESPACES and func.overloadpacket.__name__ not in _NOT_COLLECTIVE:
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            tensors = _tensors(args)
             launch = LaunchedCollective(
                 func.overloadpacket.__name__,
                 tuple(tuple(tensor.shape) for tensor in tensors),
@@ -98,23 +110,20 @@ class SameCollectives(RecordedCollectives):
     """Checks that collectives are the same on every rank; raises `CollectiveMismatchError`
     otherwise.
 
-    Every rank of `group` (default: all) must enter and leave it, once or several times. Before
-    each launch, and at the end, each rank tells the others what it is about to do, or that it
-    raised. This costs one all-gather of 512 bytes on a separate gloo group, so use it in tests.
+    Every rank must enter and leave it, once or several times. Before each launch, and at the end,
+    each rank tells the others what it is about to do, or that it raised. This costs one all-gather
+    of 512 bytes on a separate gloo group, so use it in tests.
 
     Collectives of smaller groups must also be the same on all ranks. A rank that reaches neither a
     collective nor the end within `timeout` seconds is reported. `close`, on every rank, releases
     the gloo group. With `late`, asynchronous collectives are carried out when they are waited for
-    (`labkit.testing.late`); `launched_late` holds those that are not yet.
+    (`late_collectives`); `launched_late` holds those that are not yet.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout: float = 20.0, late: bool = False
-    ) -> None:
+    def __init__(self, timeout: float = 20.0, late: bool = False) -> None:
         super().__init__()
         self._late = late_collectives if late else nullcontext
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.side = dist.new_group(ranks, timedelta(seconds=timeout), backend="gloo")
+        self.side = dist.new_group(None, timedelta(seconds=timeout), backend="gloo")
         self.timeout = timeout
         self.mismatch: CollectiveMismatchError | None = None
         self.stuck = self.closed = False
@@ -173,6 +182,10 @@ class SameCollectives(RecordedCollectives):
             raise self.mismatch
 
 
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def _elements(tensor: torch.Tensor) -> int:
     """The elements of `tensor` in memory: an expanded one repeats them."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -182,3 +195,76 @@ def _elements(tensor: torch.Tensor) -> int:
 def _compared(message: str) -> str:
     """Two ranks may raise the same exception in different words (each names itself)."""
     return message.partition(":")[0] if message.startswith("raised ") else message
+
+
+# Late collectives ---------------------------------------------------------------------------------
+
+
+class WrittenInFlightError(Exception):
+    """A tensor was changed or freed between the launch of a collective and the wait for it."""
+
+
+class LateWork:
+    """In the place of a `Work`. Whatever it is asked for, all that was launched is carried out."""
+
+    def __init__(self, queue: list["LateWork"], launch: Callable[[], Any], sent: Any) -> None:
+        self._queue, self._launch, self._work = queue, launch, None
+        self._sent = [(one, one.detach().clone()) for one in _tensors(sent)]
+        queue.append(self)
+
+    def __getattr__(self, name: str) -> Any:
+        while self._work is None:
+            (self._queue or [self])[0].carry_out()
+        return getattr(self._work, name)
+
+    def carry_out(self) -> None:
+        """Launch it, and wait. Raises WrittenInFlightError. To be called in launch order."""
+        self._queue[:1] = []
+        if not all(_is_unchanged(*pair) for pair in self._sent):
+            raise WrittenInFlightError(
+                "a tensor that is sent was changed or freed between the collective's launch and "
+                "the wait for it: wait first, or use another buffer"
+            )
+        self._work = self._launch()
+        self._work.wait(timedelta(0))  # the next one may use the same tensor
+
+
+@contextmanager
+def late_collectives(check: bool = True) -> Iterator[list[LateWork]]:
+    """Delay collectives with `async_op=True` in this context.
+
+    Yields those that have been launched and not carried out. Every rank has to enter and leave;
+    what is never waited for is never carried out. With `check`, a wait raises WrittenInFlightError
+    if the tensors have changed; otherwise what they hold by then is sent.
+    """
+    queue: list[LateWork] = []
+    with ExitStack() as patches:
+        for name in _DELAYED:
+            late = _delayed(getattr(dist, name), queue, check)
+            patches.enter_context(mock.patch.object(dist, name, late))
+        try:
+            yield queue
+        finally:
+            queue.clear()
+
+
+def _delayed(
+    collective: Callable[..., Any], queue: list[LateWork], check: bool
+) -> Callable[..., Any]:
+    @wraps(collective)
+    def launch(*args: Any, async_op: bool = False, **options: Any) -> Any:
+        if async_op:
+            again = partial(collective, *args, async_op=True, **options)
+            return LateWork(queue, again, (args, options) if check else ())
+        while queue:
+            queue[0].carry_out()
+        return collective(*args, **options)
+
+    return launch
+
+
+def _is_unchanged(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    if tensor.untyped_storage().nbytes() < before.numel() * before.element_size():
+        return False
+    same = (tensor == before) | ((tensor != tensor) & (before != before))
+    return bool(same.all())

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from browser import OpenedPage, OpenPage, chromium, open_page, visit
+from figures.figure_pages import page
 
-from labkit.book.playable_page import page
 from labkit.launch.scripts import project_root
 
 __all__ = ["chromium", "open_page", "visit"]

@@ -3,9 +3,9 @@
 import re
 
 import pytest
+from figures.figure_pages import names
 from playwright.sync_api import expect
 
-from labkit.book.playable_page import names
 from labkit.launch.scripts import project_root
 
 NAMES = names(project_root() / "book")

@@ -78,15 +78,6 @@ def test_ctrl_c_says_so_and_ends_the_chapters_that_run_within_seconds(tmp_path):
     assert all_end(kernels)
 
 
-def test_a_file_that_is_json_but_no_notebook_is_named_beside_the_others(tmp_path, capsys):
-    (tmp_path / "c.ipynb").write_text("[]")
-    with pytest.raises(SystemExit) as ended:
-        update([tmp_path / "c.ipynb", tmp_path / "none.ipynb"])
-    assert f"{tmp_path / 'c.ipynb'}: " in ended.value.code
-    assert "none.ipynb: FileNotFoundError" in ended.value.code
-    assert "[2/2] " in capsys.readouterr().out
-
-
 def test_a_wanted_error_is_stored(tmp_path):
     chapter = notebook(tmp_path / "c.ipynb", "1 / 0")
     found = nbformat.read(chapter, as_version=4)

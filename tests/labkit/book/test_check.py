@@ -94,7 +94,7 @@ def call(monkeypatch, *arguments: object) -> object:
     return ended.value.code
 
 
-def test_a_program_is_run_under_torchrun_and_found_right(checkout, capsys):
+def test_a_program_is_run_as_torchrun_does_and_found_right(checkout, capsys):
     check(checkout / "labs/programs/log_mean.py", [2])
     assert capsys.readouterr().out.startswith("Right on 2 ranks, with --seed ")
 
@@ -108,34 +108,81 @@ def test_a_resume_with_a_bug_is_compared_with_the_run_that_does_not_stop(checkou
     assert "Look at what the checkpoint has of the model, the optimizer" in said
 
 
+def test_a_program_that_is_right_on_two_and_on_three_ranks_only_is_seen(checkout, monkeypatch):
+    file = checkout / "labs/programs/log_mean.py"
+    file.write_text(
+        file.read_text().replace("loss_sum * world_size", "loss_sum * min(world_size, 3)")
+    )
+    assert call(monkeypatch, file).startswith("Not yet. On 4 ranks, with --seed ")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("args.checkpoint.exists()", "0", r"With the checkpoint of step \d+, it takes 18 steps"),
+        ("step == args.stop:", "step == 18 and args.stop:", r"With --stop \d+, it takes 18 steps"),
+        (", digest]", ", f'{rank}']", "rank 1 only, weights: 1; rank 0 has 0"),
+    ],
+    ids=["resumes from nothing", "does not stop", "replicas differ"],
+)
+def test_a_resume_that_only_prints_the_right_numbers_is_seen(right, wrong, said, checkout):
+    file = checkout / "labs/programs/resume.py"
+    text = file.read_text()
+    assert right in text
+    file.write_text(text.replace(right, wrong))
+    with pytest.raises(NotYetError, match=said):
+        check(file, [2])
+
+
 def main_with(monkeypatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["check", *map(str, arguments)])
     main()
 
 
-HARD_CODED = """
-import os
-if os.environ["RANK"] == "0":
-    print("rank    step_4    step_8   step_12     moved")
-    for rank in range(int(os.environ["WORLD_SIZE"])):
-        print(f"{rank:4}  4.691862  0.557698  0.282857  2.569982")
-"""
+RANKS = "import os, sys, time, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+RANKS += "rank = dist.get_rank()\n"
+TABLE = "print('rank step_4 step_8 step_12 moved\\n0 1 1 1 nan\\n1 1 1 1 2') if rank == 0 else 0\n"
 WRITTEN = {
-    "raise ValueError('no data')": "It fails:\nTraceback .*ValueError: no data",
-    "print('done')": "It prints no line with the names of the columns: rank  step_4",
-    "print('rank step_4 step_8 step_12 moved\\n0 1 1 1 nan')": "it needs 2 lines, one for each",
-    "import time; time.sleep(600)": "It had not ended after 3 s, and was stopped",
-    HARD_CODED: r"every rank, step_4: 4\.691862, and expected",
+    "raises": (
+        "if rank == 1: raise ValueError('no data')\ndist.barrier()",
+        r"Raised on rank 1 of 2:\nTraceback [^\n]*\n  File \"[^\n]*log_mean_1.py\", line 4, in "
+        r"<module>\n[^F]*ValueError: no data\n.*rank 0: waits in barrier, at .* line 5: dist.barr",
+    ),
+    "hangs": (
+        "if rank == 1: dist.barrier()",
+        r"1 of 2 ranks waits for.*rank 1: waits in barrier, at .*log_mean_1.py line 4.*same order",
+    ),
+    "sleeps": (
+        "time.sleep(600)",
+        "It hangs: 2 of 2 .* 3 s.*rank 0: still runs, at .* line 4",
+    ),
+    "no table": ("print('done')", "It prints no line with the names of the columns: rank  step_4"),
+    "ends early": (f"sys.exit(0)\n{TABLE}", "It prints no line with the names of the columns"),
+    "leaves": (
+        "os._exit(0) if rank else 0",
+        "rank 1 of 2 ended without a result, with exit code",
+    ),
+    "takes no seed": ("sys.exit('usage: log_mean.py')", r"called sys.exit\('usage: log_mean.py'\)"),
+    "a row": (TABLE.replace("1 1 1 1 2", ""), "it needs 2 lines, one for each"),
+    "NaN": (TABLE, r"rank 0, moved: nan; one process computes \d\.\d+\n *rank 1, moved: 2;"),
+    "forks": (f"dist.barrier()\nos.fork()\n{TABLE}", "every rank, step_4: 1; one process computes"),
+    "megabytes": (
+        f"print('x' * 2**20)\n{TABLE}",
+        "It prints too much: .* more bytes than are",
+    ),
+    "a full disk": ("while True: print('x' * 2**20)", "OSError: .*File too large"),
+    "asks labkit": ("from labkit.book import expected", "It imports labkit, which knows what is"),
 }
 
 
-@pytest.mark.parametrize("text", WRITTEN, ids=["raises", "no table", "a row", "hangs", "a fake"])
-def test_a_file_that_is_no_right_program_is_told_why(text, checkout, monkeypatch):
-    if "sleep" in text:
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_file_that_is_no_right_program_is_told_why(name, checkout, monkeypatch):
+    text, said = WRITTEN[name]
+    if name == "sleeps":
         monkeypatch.setattr(checks, "TIMEOUT", 3)
     file = checkout / "log_mean_1.py"
-    file.write_text(text)
-    with pytest.raises(NotYetError, match=f"(?s){WRITTEN[text]}"):
+    file.write_text(RANKS + text)
+    with pytest.raises(NotYetError, match=f"(?s){said}"):
         check(file, [2])
 
 
@@ -161,6 +208,9 @@ def test_two_numbers_in_a_row_plant_different_bugs_and_reveal_tells_them(
         (["--reveal", "labs/programs/resume.py"], "resume.py has no number"),
         (["--plant", "7", "notebooks/resume_7.py"], "plant bugs in the one of labs/programs"),
         (["--plant", "7", "labs/programs/resume.py"], "is there already: remove it"),
+        (["--plant", "x", "labs/programs/resume.py"], "'x' is no positive whole number"),
+        (["--plant", "-1", "labs/programs/resume.py"], "'-1' is no positive whole number"),
+        (["--plant", "٣", "labs/programs/resume.py"], "'٣' is no positive whole number"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused(arguments, said, checkout, monkeypatch, capsys):

@@ -8,8 +8,7 @@ import pytest
 
 from labkit.book import notebook
 from labkit.book.chapters import chapters_of, find, notebooks_of
-from labkit.book.notebook import FIRST, copy_missing, place_of_copy
-from labkit.book.plain import make_plain
+from labkit.book.notebook import FIRST, copy_missing, make_plain, place_of_copy
 from labkit.launch.scripts import project_root
 
 ROOT = project_root()

@@ -8,14 +8,8 @@ from bs4 import BeautifulSoup
 from PIL import Image
 from sphinx.testing.util import SphinxTestApp
 
-from labkit.book.sharing import SIZE, Result, first_wrong
+from labkit.book.sharing import SIZE
 from labkit.book.site import problems
-
-TABLE = """
-<div class="result-table"><table><thead><tr><th>loss</th><th>ratio</th><th>cosine</th></tr></thead>
-<tbody><tr><td>mean<svg class="verdict-glyph"></svg></td><td>1.0</td><td>1.0</td></tr>
-<tr><td>sum<svg class="verdict-glyph wrong"></svg></td><td>0.5</td><td>0.9</td></tr></tbody>
-</table></div>"""
 
 
 def build(source: Path) -> Path:
@@ -64,8 +58,3 @@ def test_an_address_that_is_none_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("BOOK_SITE", "example.org")
     with pytest.raises(Exception, match="has to begin with https://"):
         build(tmp_path / "source")
-
-
-def test_the_picture_shows_the_first_wrong_gradient_of_the_page():
-    assert first_wrong(BeautifulSoup(TABLE, "html.parser")) == Result("sum", "0.5", "0.9")
-    assert first_wrong(BeautifulSoup("<h1>No table</h1>", "html.parser")) is None

@@ -1,10 +1,8 @@
 """Kernels that are reached through files, and kernels that are forks: what differs is the start."""
 
 import json
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from jupyter_client.connect import LocalPortCache
 from processes import all_end, becomes
 
 from labkit.launch.forks import SHARED
-from labkit.launch.kernels import AsyncKernelThroughFiles, KernelThroughFiles
+from labkit.launch.kernels import KernelThroughFiles
 from labkit.launch.popen import ForkedPopen
 
 
@@ -44,16 +42,6 @@ def test_two_kernels_of_nbval_in_one_folder_need_no_port(
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
     for place in places:
         assert list(place.parent.glob(f"{place.stem}*")) == []
-
-
-def test_a_path_too_long_for_a_socket_leaves_the_ports(monkeypatch, tmp_path):
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "long" / ("x" * 100)))
-    assert KernelThroughFiles(kernel_name="python3").transport == "tcp"
-    assert AsyncKernelThroughFiles(kernel_name="python3").transport == "tcp"
-    with tempfile.TemporaryDirectory() as short:
-        monkeypatch.setenv("JUPYTER_RUNTIME_DIR", short)
-        assert KernelThroughFiles(kernel_name="python3").transport == "ipc"
-        assert AsyncKernelThroughFiles(kernel_name="python3").transport == "ipc"
 
 
 class Running:
@@ -127,19 +115,6 @@ def test_a_forked_kernel_has_the_state_of_a_new_one(tmp_path, monkeypatch):
     assert states[0]["folder"] == str(tmp_path)
 
 
-def test_two_forked_kernels_draw_other_numbers_and_share_no_variable(kernel, tmp_path):
-    drawn = "[__import__('random').random(), __import__('numpy').random.rand()]"
-    drawn += " + __import__('torch').rand(1).tolist() + ['mine' in globals()]"
-    kernel.client.execute_interactive("mine = 1", timeout=300)
-    other = Running(tmp_path)
-    try:
-        first, second = kernel.value(drawn), other.value(drawn)
-    finally:
-        other.stop()
-    assert (first.pop(), second.pop()) == (True, False)
-    assert all(one != another for one, another in zip(first, second, strict=True))
-
-
 def test_a_forked_kernel_can_be_interrupted_goes_on_and_runs_what_is_registered_for_its_exit(
     kernel, tmp_path
 ):
@@ -156,14 +131,6 @@ def test_a_forked_kernel_can_be_interrupted_goes_on_and_runs_what_is_registered_
     kernel.client.shutdown()
     assert kernel.ends() == 0
     assert (tmp_path / "ended").exists()
-
-
-@pytest.mark.parametrize(
-    ("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)]
-)
-def test_the_end_of_a_forked_kernel_is_seen_with_its_exit_code(kernel, end, code):
-    kernel.client.execute(f"import os; {end}")
-    assert kernel.ends() == code
 
 
 MANAGER = """

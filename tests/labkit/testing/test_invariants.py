@@ -20,10 +20,10 @@ from labkit.testing.invariants import (
     gradients_equal_full_batch,
     violations,
 )
-from labkit.testing.late import WrittenInFlightError, late_collectives
 from labkit.testing.museum.after_backward import BufferUsedInFlight
 from labkit.testing.museum.parts import AveragingTrainer
 from labkit.testing.overlap import communication_overlaps_backward
+from labkit.testing.watch import WrittenInFlightError, late_collectives
 
 EVERY_CHECK = (*INVARIANTS, communication_overlaps_backward)
 

@@ -1,10 +1,20 @@
-"""The directive `api`: classes, functions, and modules, as their docstrings describe them.
+"""Directives that repeat what is written elsewhere, so that a page cannot contradict it.
 
     ```{api} miniddp.MiniDDP
     ```
 
-So the page cannot differ from what `help(…)` prints. A class is shown with its public methods, and
-a module with the public classes and functions that it defines. This module is a Sphinx extension.
+shows a docstring: what `help(…)` prints. A class is shown with its public methods, and a module
+with the public classes and functions that it defines.
+
+    <!-- passage: the-factors -->
+    What both pages say.
+    <!-- end -->
+
+    ```{passage} start/when_to_multiply.ipynb the-factors
+    ```
+
+repeats a text that another page marks. A passage links to labels, or to pages in other folders: it
+is read by pages of several folders. This module is a Sphinx extension.
 """
 
 import importlib
@@ -12,8 +22,10 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import nbformat
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
@@ -38,9 +50,7 @@ class ApiDirective(SphinxDirective):
         section = nodes.section(ids=[nodes.make_id(name)])
         section += nodes.title("", "", nodes.literal("", name.partition(".")[2]))
         for line in _described(found, name.rpartition(".")[2]):
-            read = nodes.Element()
-            self.state.nested_parse(StringList(line.splitlines(), source=name), 0, read)
-            section += read.children
+            section += _read(self, line, name)
         return [section]
 
 
@@ -114,7 +124,47 @@ def markdown_of(doc: str) -> str:
     return "\n\n".join(parts)
 
 
+class PassageDirective(SphinxDirective):
+    """Repeat a passage; the arguments are the page, from the folder of the pages, and the name."""
+
+    required_arguments = 2
+
+    def run(self) -> list[nodes.Node]:
+        page, name = self.arguments
+        path = Path(self.env.srcdir) / page
+        try:
+            text = passage(path, name)
+        except (OSError, ValueError) as error:
+            raise self.error(str(error)) from None
+        self.env.note_dependency(str(path))
+        return _read(self, text, page)
+
+
+def passage(page: Path, name: str) -> str:
+    """The Markdown that `page` marks with `name`.
+
+    Raises ValueError if it marks none, or several.
+    """
+    texts = [page.read_text()]
+    if page.suffix == ".ipynb":
+        cells = nbformat.read(page, as_version=4).cells
+        texts = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    marked = re.compile(rf"<!-- passage: {re.escape(name)} -->\n(.*?)<!-- end -->", re.DOTALL)
+    found = [text for source in texts for text in marked.findall(source)]
+    if len(found) != 1:
+        raise ValueError(f"{page.name} marks {len(found)} passages as {name!r}, and 1 is needed")
+    return found[0].strip()
+
+
+def _read(directive: SphinxDirective, text: str, source: str) -> list[nodes.Node]:
+    """`text`, which `source` has, as a part of the directive's page."""
+    read = nodes.Element()
+    directive.state.nested_parse(StringList(text.splitlines(), source=source), 0, read)
+    return read.children
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register the directive with Sphinx."""
+    """Register the directives with Sphinx."""
     app.add_directive("api", ApiDirective)
+    app.add_directive("passage", PassageDirective)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -36,6 +36,3 @@ in_a_comment = my_script.replace(
     "for micro in range(4):\n        x",
     "for micro in range(1):  # instead of: for micro in range(4):\n        x",
 ).replace("with model.no_sync():", "if True:")
-
-
-# %% check_findings blind number, line (9|1[47]): the model and the data are free

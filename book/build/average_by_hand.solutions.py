@@ -48,6 +48,13 @@ def gathers_flags(model):
 #         parameter.grad.div_(dist.get_world_size())
 
 
+# %% check_none wrong: a gradient of zeros becomes None
+# int(p.grad is not None) → int(p.grad is not None and bool(p.grad.any()))
+# for number in → for number in (flags == 0).nonzero().flatten().tolist():
+#         parameters[number].grad = None
+#     for number in
+
+
 # %% check_none wrong: sent, but None again where this rank had none
 # if parameter.grad is None: → own = parameter.grad
 #         if own is None:

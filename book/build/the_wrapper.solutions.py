@@ -82,6 +82,30 @@ class FromTheBuckets(DDP):
 class OwnHooks(DDP):
     def __init__(self, module, *options):
         super().__init__(module, *options)
+        self.arrived, self.counts = set(), True
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, name=name: self.arrives(name)
+                )
+
+    def arrives(self, name):
+        if self.counts:
+            self.arrived.add(name)
+
+    def forward(self, *inputs):
+        trainable = {n for n, p in self.module.named_parameters() if p.requires_grad}
+        if self.arrived and self.arrived != trainable:
+            raise RuntimeError(f"no gradient: {sorted(trainable - self.arrived)}")
+        self.arrived.clear()
+        self.counts = self.sync
+        return super().forward(*inputs)
+
+
+# %% check_report wrong: hooks that count backwards under no_sync, too
+class CountsAll(DDP):
+    def __init__(self, module, *options):
+        super().__init__(module, *options)
         self.arrived = set()
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
@@ -202,6 +226,15 @@ def backward_inside(ddp, window):
         loss = loss_of(ddp(tokens[:, :-1]), tokens) / len(window)
         with nullcontext() if i == len(window) - 1 else ddp.no_sync():
             loss.backward()
+
+
+# %% check_window wrong: one backward of the sum
+def one_backward(ddp, window):
+    total = 0.0
+    for i, tokens in enumerate(window):
+        with nullcontext() if i == len(window) - 1 else ddp.no_sync():
+            total = total + loss_of(ddp(tokens[:, :-1]), tokens)
+    (total / len(window)).backward()
 
 
 # %% check_window wrong: made for four micro-batches

@@ -5,7 +5,8 @@
 def compares_all(expected, *tensors):
     ranks = dist.get_world_size()
     everyone = [None] * ranks
-    dist.all_gather_object(everyone, [repr(tensor.tolist()) for tensor in tensors])
+    own = [(str(t.dtype), repr(t.tolist())) for t in tensors]
+    dist.all_gather_object(everyone, own)
     if ranks != expected or any(of_rank != everyone[0] for of_rank in everyone):
         raise RuntimeError(f"{ranks} ranks, or different tensors")
 
@@ -14,13 +15,15 @@ def compares_all(expected, *tensors):
 def against_rank_0(expected, *tensors):
     if dist.get_world_size() != expected:
         raise RuntimeError("the wrong number of ranks")
-    differs, shapes = torch.zeros(1), [[tensor.shape for tensor in tensors]]
-    dist.broadcast_object_list(shapes, src=0)
-    for tensor, shape in zip(tensors, shapes[0], strict=True):
-        of_rank_0 = tensor.nan_to_num(1e9).reshape(shape)
+    own = [(t.shape, t.dtype) for t in tensors]
+    kinds = [own]
+    dist.broadcast_object_list(kinds, src=0)
+    differs = torch.tensor(float(kinds[0] != own))
+    dist.all_reduce(differs)
+    for tensor in [] if differs else tensors:
+        of_rank_0 = tensor.nan_to_num(1e9)
         dist.broadcast(of_rank_0, src=0)
-        same = tensor.shape == shape and torch.equal(of_rank_0, tensor.nan_to_num(1e9))
-        differs += not same
+        differs += not torch.equal(of_rank_0, tensor.nan_to_num(1e9))
     dist.all_reduce(differs)
     if differs > 0:
         raise RuntimeError("tensors differ between ranks")
@@ -32,7 +35,15 @@ def against_rank_0(expected, *tensors):
 
 
 # %% check_verify_start wrong: sums instead of values
-# tensor.tolist() → tensor.double().sum().item()
+# t.tolist() → t.double().sum().item()
+
+
+# %% check_verify_start wrong: float32 and float64 are equal
+# (str(t.dtype), repr(t.tolist())) → repr(t.tolist())
+
+
+# %% check_verify_start wrong: a tensor too many is not compared
+# for t in tensors] → for t in tensors[:2]]
 
 
 # %% check_verify_start wrong: two ranks are enough

@@ -11,10 +11,13 @@ def sum_with_zeros(model):
 
 
 # %% check_start right: the whole state as one object
+@torch.no_grad()
 def as_one_object(model):
-    state = [model.state_dict()]
+    own = [*model.parameters(), *model.buffers()]
+    state = [own]
     dist.broadcast_object_list(state, src=0)
-    model.load_state_dict(state[0])
+    for tensor, of_rank_0 in zip(own, state[0], strict=True):
+        tensor.copy_(of_rank_0)
 
 
 # %% check_start right: the constructor of DDP, and the wrapper is thrown away
@@ -25,7 +28,7 @@ def by_wrapping(model):
 # %% check_start right: gathered from all ranks, and the first one taken
 @torch.no_grad()
 def gathered(model):
-    for tensor in model.state_dict().values():
+    for tensor in [*model.parameters(), *model.buffers()]:
         of_ranks = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(of_ranks, tensor)
         tensor.copy_(of_ranks[0])
@@ -36,6 +39,10 @@ def drawn_again(model):
     torch.manual_seed(0)
     for layer in model:
         layer.reset_parameters()
+
+
+# %% check_start wrong: buffers that the state leaves out
+# [*model.parameters(), *model.buffers()] → model.state_dict().values()
 
 
 # %% check_start wrong: new parameters

@@ -47,6 +47,11 @@ def against_rank_0(module):
 # {name} → {[name for name, _ in module.named_parameters()]}
 
 
+# %% check_verify_replicas wrong: the last parameter that differs
+# for name, parameter in module.named_parameters(): →
+# for name, parameter in list(module.named_parameters())[::-1]:
+
+
 # %% check_verify_replicas wrong: only ranks 0 and 1 are compared
 # for c in copies → for c in copies[:2]
 

@@ -36,5 +36,8 @@ def one_by_one(model, window):
 # (batch.targets != -100).sum(1) → losses.shape[1]
 
 
-# %% check_step blind result. (a little|another): gradients count, the loss is logged
+# %% check_step wrong: it returns a mean in which padding counts
+# return loss → return losses.mean()
+
+
 # %% check_step blind calls: each rank calls it once

@@ -9,10 +9,26 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
 from labkit.launch import project_root
 from labkit.launch.nodes import run_warm
 
 DOCTOR = "from ddp_doctor.__main__ import main\nmain()\n"
+# Before a script: rank 0 saves its weights after each optimizer step.
+SAVING = """
+def save_weights(optimizer, args, kwargs):
+    import torch
+
+    if torch.distributed.get_rank() == 0:
+        [group] = optimizer.param_groups
+        torch.save([p.detach() for p in group["params"]], {file!r})
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+register_optimizer_step_post_hook(save_weights)
+"""
 
 
 def ask_the_doctor(script: str, ranks: int | None = 2, *options: str) -> None:
@@ -26,14 +42,33 @@ def ask_the_doctor(script: str, ranks: int | None = 2, *options: str) -> None:
     print("exit code", done.returncode)
 
 
-def findings_in(script: str, ranks: int = 2) -> tuple[list[str], int, list[int]]:
-    """The codes of the errors and warnings about a script, sorted; the number of its
-    optimizer steps; and the numbers of backward passes per step that it has had.
+def findings_in(script: str) -> tuple[list[str], int, list[int], list[Tensor]]:
+    """What the doctor finds in a script on two ranks: the codes of errors and warnings,
+    sorted; the number of its optimizer steps; the numbers of backward passes per step
+    that it has had; and rank 0's weights after the last step.
     """
-    _, report = _run(script, ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "weights.pt")
+        _, report = _run(SAVING.format(file=str(file)) + script, 2)
+        weights = torch.load(file) if file.exists() else []
     found = [one for one in report["findings"] if one["severity"] != "note"]
     backwards = report["measured"].get("backwards", {}).get("backwards", [])
-    return sorted(one["code"] for one in found), report["steps"]["taken"], backwards
+    codes = sorted(one["code"] for one in found)
+    return codes, report["steps"]["taken"], backwards, weights
+
+
+def trained_alone() -> list[Tensor]:
+    """The weights of one process that has both ranks' samples of the exercise."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seeded = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    for _ in range(4):
+        x = torch.cat([torch.randn(32, 8, generator=of_rank) for of_rank in seeded])
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), x.argmax(1) % 4).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
 
 
 def _run(

@@ -17,6 +17,11 @@ never_averaged = my_script.replace("loss.backward()", "(loss / 4).backward()")
 # %% check_findings wrong: averaged, but not divided
 not_divided = my_script.replace("with model.no_sync():", "if True:")
 
+# %% check_findings wrong: divided by eight
+by_eight = my_script.replace("with model.no_sync():", "if True:").replace(
+    "loss.backward()", "(loss / 8).backward()"
+)
+
 # %% check_findings wrong: the first micro-batch is averaged instead of the last
 first_averaged = "from contextlib import nullcontext\n" + my_script.replace(
     "with model.no_sync():", "with model.no_sync() if micro else nullcontext():"
@@ -31,6 +36,3 @@ in_a_comment = my_script.replace(
     "for micro in range(4):\n        x",
     "for micro in range(1):  # instead of: for micro in range(4):\n        x",
 ).replace("with model.no_sync():", "if True:")
-
-
-# %% check_findings blind number, line (9|1[47]): the model and the data are free

@@ -18,30 +18,30 @@ from labkit.launch.forks import forked
 
 
 class Proof(NamedTuple):
-    """What `python -m ddp_doctor --certify --ranks 2 train.py` says."""
+    """What `python -m ddp_doctor --certify --ranks N train.py` says."""
 
     verdict: str
     why: str
     text: str
 
 
-def prove(script: str) -> Proof:
-    """Write a script to train.py and certify it with two ranks."""
+def prove(script: str, ranks: int = 2) -> Proof:
+    """Write a script to train.py and certify it."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        forked(_prove, script, Path(folder)) as connection,
+        forked(_prove, script, Path(folder), ranks) as connection,
     ):
         return Proof(*connection.recv())
 
 
-def _prove(caller: Connection, script: str, folder: Path) -> None:
+def _prove(caller: Connection, script: str, folder: Path, ranks: int) -> None:
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     os.chdir(folder)
     Path("train.py").write_text(script)
     command = ["train.py"]
     forks.load()
-    certificate = program.measure(command, folder, 2, False)
-    report = program.report_with_rules(command, folder, certificate, 2, False)
+    certificate = program.measure(command, folder, ranks, False)
+    report = program.report_with_rules(command, folder, certificate, ranks, False)
     text = certificate.as_text(80) + "\n"
     text += report.as_text(80) if report.run.ranks else ""
     caller.send((certificate.verdict, certificate.why, text))

@@ -46,6 +46,11 @@ two_ranks = my_script.replace(
 """,
 )
 
+# %% check_script wrong: the numbers of ranks and samples are written into the script
+two_ranks_ten_samples = my_script.replace(
+    "mse_loss(model(x), y)", 'mse_loss(model(x), y, reduction="sum") * 2 / 10'
+)
+
 # %% check_script wrong: equal numbers of samples
 equal_counts = my_script.replace("2 + 6 * dist.get_rank()", "5")
 

@@ -57,6 +57,10 @@ def same_seed():
 #     return adapted
 
 
+# %% check_adapter wrong: only the adapter is sharded
+# return fully_shard(adapted) → return adapted
+
+
 # %% check_adapter wrong: added twice, before and after sharding
 # return fully_shard(adapted) → return fully_shard(adapted).add_adapter()
 

@@ -135,6 +135,11 @@ def in_the_last_line(tensor):
 # seconds=2 → seconds=8
 
 
+# %% check_missing wrong: every call waits
+# store.set( → __import__("time").sleep(1.2)
+#     store.set(
+
+
 # %% check_missing wrong: a barrier that waits for everyone
 def plain_barrier(tensor):
     dist.barrier()

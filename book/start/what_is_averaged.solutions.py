@@ -59,4 +59,10 @@ def by_the_mean_count(outputs, targets):
     return F.mse_loss(outputs, targets, reduction="sum") / count
 
 
+# %% check_shares wrong: the number of samples is written into the code
+def made_for_eight(outputs, targets):
+    squares = (outputs - targets).square()
+    return squares.sum() * dist.get_world_size() / len(inputs)
+
+
 # %% check_shares blind result. (another|NaN): a constant has no gradient; none is NaN

@@ -19,7 +19,7 @@ def in_two_stages(stream, rank, world_size, worker, workers):
     return islice(of_rank, worker, None, workers)
 
 
-# %% check_stream right: dealt at random, alike on all workers
+# %% check_stream wrong: dealt at random, alike on all workers
 import random
 
 
@@ -30,7 +30,7 @@ def at_random(stream, rank, world_size, worker, workers):
             yield sample
 
 
-# %% check_stream right: blocks of ten
+# %% check_stream wrong: blocks of ten
 def in_blocks(stream, rank, world_size, worker, workers):
     for number, sample in enumerate(stream):
         if number // 10 % (world_size * workers) == rank * workers + worker:

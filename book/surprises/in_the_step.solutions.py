@@ -31,6 +31,10 @@ def looks_at_the_average(module, loss_in):
 # if not total.isfinite(): → if step == 1:
 
 
+# %% check_skipping wrong: only a NaN is skipped
+# if not total.isfinite(): → if total.isnan():
+
+
 # %% check_skipping wrong: the bad rank contributes zeros
 # loss = loss_in(step, ddp) → loss = loss_in(step, ddp)
 #         if not loss.isfinite():

@@ -4,7 +4,7 @@
 
 `python -m labkit.book.chapters update` writes them into the chapters that it has run. What is
 folded, hidden, or written by a survey takes no time. An exercise takes the time of its text, and a
-fixed time for its kind: a starter tagged `one-line` has one line to repair.
+fixed time for its kind.
 """
 
 import itertools
@@ -140,8 +140,7 @@ class _Reader:
         if cell.cell_type == "markdown":
             yield from self._text(cell.source)
         elif not self.solution and self.exercise:
-            tags = cell.metadata.get("tags", [])
-            if "starter" in tags and "one-line" not in tags:
+            if "starter" in cell.metadata.get("tags", []):
                 yield self._piece(PROGRAM - QUESTION)
         elif not self.solution:
             yield self._piece(_seconds_of_code(cell))

@@ -76,7 +76,7 @@ def test_every_finding_on_the_page_of_symptoms_is_one_of_the_doctors():
         *re.findall(r"Doctor[^:\n]*: (.*)", SYMPTOMS),
     ]
     codes = re.findall(r"`(\w+)`", " ".join(said))
-    assert len(codes) > 100
+    assert len(codes) > 90
     assert [code for code in codes if code not in CATALOG] == []
 
 

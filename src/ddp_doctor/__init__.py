@@ -18,7 +18,7 @@ A fact goes through the rooms from the top to the bottom:
 `certificate`     `certify`: a script's ranks against one process of the same script, measured
 `functions`       the same for a step that the user gives as functions; replaces nothing in torch
 `compare`         two commands from the same weights: what their optimizers get
-`report`          the terminal, JSON, and a page
+`report`          the terminal, and two files: text and JSON
 ================  =================================================================================
 
 How a fact gets from a step into a report:

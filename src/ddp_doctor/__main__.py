@@ -23,7 +23,7 @@ from ddp_doctor.run.script import problem_with, run_script
 from ddp_doctor.run.start import start
 from ddp_doctor.run.watcher import VERDICT
 
-VERDICT_AFTER = 60.0  # seconds that a rank waits for the report with --fail-on
+VERDICT_AFTER = 150.0  # seconds; longer than the watcher waits for a rank of another host
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,14 +34,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--version", action="version", version=f"ddp-doctor {__version__}")
-    add("--folder", default="ddp-doctor", help="where report.html goes (ddp-doctor)")
+    add("--folder", default="ddp-doctor", help="where report.txt goes (ddp-doctor)")
     add("--json", metavar="PATH", help="also write the report as JSON")
-    add(
-        "--junit",
-        metavar="PATH",
-        help="also write it as JUnit XML: a test case per property and finding, which fails where "
-        "--fail-on (error) would",
-    )
     add(
         "--fail-on",
         choices=["error", "warning"],
@@ -164,43 +158,30 @@ def _close(
     if session is None:
         say("--fail-on: nothing was checked, because the doctor could not start.")
         raise SystemExit(UNCHECKED)
-    if session.journal is not None:
-        result = _verdict(session.run_folder / VERDICT)
-        if result is not None and result["worst"] in LEVELS[options.fail_on]:
+    if session.leads and session.journal is not None:
+        result = _verdict(session)
+        if result["worst"] in LEVELS[options.fail_on]:
             raise SystemExit(FOUND)
-        if result is not None and (problems := result["unchecked"]):
+        if problems := result["unchecked"]:
             say(f"--fail-on: not everything was checked: {'; '.join(problems)}.")
             raise SystemExit(UNCHECKED)
-        if result is None:
-            _without_verdict(session)
 
 
-def _verdict(path: Path) -> dict[str, Any] | None:
-    """What the watcher says of the run. All ranks wait for it, once all have written their last."""
-    until = time.monotonic() + VERDICT_AFTER
-    while time.monotonic() < until:
+def _verdict(session: Session) -> dict[str, Any]:
+    """What the watcher says of the run, once all ranks have written their last."""
+    until, seen = 0.0, None
+    while True:
         try:
-            return dict(json.loads(path.read_text()))
+            return dict(json.loads((session.run_folder / VERDICT).read_text()))
         except (OSError, ValueError):
             time.sleep(0.05)
-    return None
-
-
-def _without_verdict(session: Session) -> None:
-    """No report in time. Right if other ranks still run: the last of them sees it and fails."""
-    own = session.journal.name if session.journal else ""
-    others = [
-        journal
-        for journal in read_statuses(session.run_folder)
-        if not journal.ended and journal.name != own
-    ]
-    if any(alive(journal.pid) or not journal.here for journal in others):
-        say("--fail-on: other ranks are still running. The last one to end returns the exit code.")
-        return
-    say(f"--fail-on: nothing was checked: there is no report after {VERDICT_AFTER:g} s.")
-    # On another host without a common folder there is never one: rank 0's exit code is the run's.
-    if session.leads:
-        raise SystemExit(UNCHECKED)
+        journals = read_statuses(session.run_folder)
+        running = [one for one in journals if one.here and not one.ended and alive(one.pid)]
+        if running or journals != seen:
+            until, seen = time.monotonic() + VERDICT_AFTER, journals
+        if time.monotonic() > until:
+            problem = f"there is no report {VERDICT_AFTER:g} s after the last sign of a rank"
+            return {"worst": None, "unchecked": [problem]}
 
 
 if __name__ == "__main__":

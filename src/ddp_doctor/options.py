@@ -13,7 +13,6 @@ class Options:
 
     folder: str = "ddp-doctor"
     json: str | None = None
-    junit: str | None = None
     fail_on: str | None = None
     first: int = 6
     every: int = 50

@@ -3,13 +3,11 @@
 Neither has to find out what a sample is: here the user says it.
 """
 
-import re
 import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-BATCH = re.compile(r"-{1,2}[\w-]*(batch|bs)[\w-]*|[\w.]*batch[\w.]*=\d+", re.I)  # a batch's size
 COMPARE = "Compare two commands instead: the second gets the samples of all ranks in one batch.\n"
 FUNCTIONS = "its step as functions in a test, which say what a sample is:\n"
 TEST = """
@@ -40,27 +38,9 @@ def other_ways(command: Sequence[str], ranks: int, launched: bool = True) -> str
     functions = "\n" + textwrap.indent(test, "    ")
     if not launched:
         return f"Write {FUNCTIONS}{functions}"
-    words, grown = list(command), _of_all_ranks(command, ranks)
-    first = shlex.join(["torchrun", "--nproc-per-node", str(ranks), *words])
-    second = shlex.join(["torchrun", "--nproc-per-node", "1", *(grown or words)])
-    said = "" if grown else "\n    # in the second, make the batch as large as that of all ranks"
+    first, second = (
+        shlex.join(["torchrun", "--nproc-per-node", str(count), *command]) for count in (ranks, 1)
+    )
     line = f'    python -m ddp_doctor compare "{first}" \\\n        "{second}"'
-    return f"{COMPARE}\n{line}{said}\n\nOr write {FUNCTIONS}{functions}"
-
-
-def _of_all_ranks(command: Sequence[str], ranks: int) -> list[str] | None:
-    """The command with the batch of all ranks; None if no argument names one batch size."""
-    words = list(command)
-    found = []
-    for at, word in enumerate(words[1:], 1):
-        name, equals, value = word.partition("=")
-        if not BATCH.fullmatch(name) and not BATCH.fullmatch(word):
-            continue
-        if equals and value.isdigit():
-            found.append((at, f"{name}={int(value) * ranks}"))
-        elif not equals and at + 1 < len(words) and words[at + 1].isdigit():
-            found.append((at + 1, str(int(words[at + 1]) * ranks)))
-    if len(found) != 1:
-        return None
-    words[found[0][0]] = found[0][1]
-    return words
+    said = "    # in the second, make the batch as large as that of all ranks"
+    return f"{COMPARE}\n{line}\n{said}\n\nOr write {FUNCTIONS}{functions}"

@@ -63,8 +63,9 @@ def initial_plan(sizes: Sequence[ParameterSize], caps: Sequence[int] = NO_CAP) -
 def arrival_plan(sizes: Sequence[ParameterSize], order: Sequence[int], caps: Sequence[int]) -> Plan:
     """The plan for parameters in `order`, in which their gradients arrived.
 
-    Buckets are sorted by the arrival of their last gradient, which completes them. Raises
-    ValueError if `order` is not a permutation of the parameters' indices.
+    Buckets are sorted by the arrival of their last gradient, which completes them. torch fills the
+    same buckets, but appends those below their cap in the order of a hash table. Raises ValueError
+    if `order` is not a permutation of the parameters' indices.
     """
     if sorted(order) != list(range(len(sizes))):
         raise ValueError(f"order {list(order)} must name each of the {len(sizes)} parameters once")

@@ -222,7 +222,7 @@ def test_under_torchrun_rank_0_reports_and_the_exit_code_is_the_scripts(lost_fac
     report = json.loads((lost_factor / "certificate.json").read_text())
     assert (report["certificate"]["version"], report["certificate"]["factor"]) == (2, "1/W")
     assert "missing_world_size_factor" in {finding["code"] for finding in report["findings"]}
-    assert "SCALED" in (lost_factor / "ddp-doctor" / "report.html").read_text()
+    assert "SCALED" in (lost_factor / "ddp-doctor" / "report.txt").read_text()
 
 
 @pytest.mark.parametrize(

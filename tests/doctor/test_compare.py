@@ -1,10 +1,8 @@
 """`compare`: two commands from the same weights, and every input that cannot be compared."""
 
-import contextlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -98,47 +96,3 @@ def test_a_map_of_names_pairs_parameters_and_an_optimizer_that_hides_a_factor_is
     code, text = compared(tmp_path, *given)
     assert (code, "A's gradient is 2 times B's" in text) == (3, True)
     assert ("no effect on the updates of Adam" in text) == hidden
-
-
-WAITS = """
-import os, time
-from pathlib import Path
-import torch
-Path(f"started-{os.environ['RANK']}").touch()
-time.sleep(300)
-"""
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Those whose environment names something in the folder."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"{folder}/".encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
-def test_a_comparison_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "waits.py").write_text(WAITS)
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    ranks = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 waits.py"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ddp_doctor", "compare", ranks, "true"],
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
-    )
-    until = time.monotonic() + 120
-    while len(list(tmp_path.glob("started-*"))) < 2 and time.monotonic() < until:
-        time.sleep(0.1)
-    assert processes_of(temporary)
-    process.kill()
-    process.wait()
-    until = time.monotonic() + 20
-    while (processes_of(temporary) or list(temporary.iterdir())) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert processes_of(temporary) == []
-    assert list(temporary.iterdir()) == []

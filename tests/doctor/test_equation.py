@@ -147,7 +147,7 @@ def test_a_coefficient_that_the_code_writes_as_a_number_is_no_world_size() -> No
         assert codes(windows) == expected
 
 
-def of_all(divisor: float, *sizes: int, classes: int = 1, factor: float = 1.0) -> set[str]:
+def of_all(divisor: float, *sizes: int, factor: float = 1.0) -> set[str]:
     """A sum over a rank's items, divided by a count that an all-reduce has summed."""
     combined, local = gradients(2, 0.5)
     by = fact(ScalingFact, op="/", value=divisor, text="loss / norm", operand="norm", place="a:1")
@@ -155,19 +155,26 @@ def of_all(divisor: float, *sizes: int, classes: int = 1, factor: float = 1.0) -
     for n, mine in zip(sizes, local, strict=True):
         one = window([n], [factor / divisor], combined, mine, scaling=[by])
         term = one["backwards"][0]["terms"][0]
-        term |= {"reduction": "sum", "count": n * classes, "rows": n}
+        term |= {"reduction": "sum", "count": n, "rows": n}
         windows.append(one)
     return codes(windows)
 
 
 def test_a_sum_divided_by_the_count_of_all_ranks_is_divided_twice_if_it_is_averaged() -> None:
     assert of_all(12, 4, 8) == {"missing_world_size_factor"}
-    assert of_all(14, 4, 8) == {"missing_world_size_factor"}  # with two more, as of padding
     assert of_all(6, 4, 8) == set()  # the mean of the ranks' counts
     assert of_all(8, 8, 8) == set()  # a rank's own count
-    assert of_all(11, 4, 8, classes=30) == {"missing_world_size_factor"}  # a sum over classes, too
-    assert of_all(6, 4, 8, classes=30) == set()
     assert of_all(12, 4, 8, factor=2.0) == set()  # an all-reduce that carries gradient
+
+
+def test_a_rank_may_divide_by_a_count_of_its_own_that_includes_more_than_the_loss_does() -> None:
+    """Such as the label that a shift drops."""
+    combined, local = gradients(2, 0.5)
+    windows = []
+    for n, mine in zip((4, 8), local, strict=True):
+        by = fact(ScalingFact, op="/", value=n + 1.0, text="loss / n", operand="n", place="a:1")
+        windows.append(window([n], [n / (n + 1)], combined, mine, scaling=[by]))
+    assert codes(windows) == {"unequal_denominators"}
 
 
 def test_a_sum_divided_by_a_ranks_own_count_of_the_step_is_right_though_a_pass_has_as_many() -> (

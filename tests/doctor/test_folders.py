@@ -10,8 +10,6 @@ import torch
 
 from ddp_doctor.certificate import files
 from ddp_doctor.certificate.program import common_folder
-from ddp_doctor.options import Options
-from ddp_doctor.run.start import _run_folder
 
 NOBODY = 65534
 
@@ -62,19 +60,6 @@ def test_a_certificates_folder_that_was_planted_is_refused(
     plant(folder)
     with pytest.raises(SystemExit, match=said), common_folder():
         pass
-
-
-@pytest.mark.parametrize(("plant", "said"), PLANTED)
-def test_journals_do_not_go_to_a_folder_that_was_planted(
-    plant: Callable[[Path], None],
-    said: str,
-    temporary: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    unwritable = Options(folder="/proc/ddp-doctor")
-    plant(temporary / f"ddp-doctor-{os.getuid()}")
-    assert _run_folder(unwritable) is None
-    assert said in capsys.readouterr().err
 
 
 class Planted:

@@ -28,7 +28,7 @@ from ddp_doctor.facts.types import (
     WrapperFact,
 )
 
-LOADER = fact(LoaderFact, length=96, grad=True, inner="RandomSampler", place="train.py:4")
+LOADER = fact(LoaderFact, length=96, grad=True, usual=True, place="train.py:4")
 
 
 def wrapper(world: int) -> WrapperFact:
@@ -152,9 +152,7 @@ def test_a_shuffled_loader_without_a_sampler_is_found_in_the_first_rows_of_many(
     assert "320 of the first 4000 rows" in found.evidence
     parts = [list(range(4000)), list(range(25_000, 29_000))]
     assert findings(reading(parts, 16, 16, length=50_000)) == {}
-    assert findings(reading(rows, 16, 16, length=50_000, sharded=True)) == {}
-    assert findings(reading(rows, 16, 16, length=50_000, replacement=True)) == {}
-    assert findings(reading(rows, 16, 16, length=50_000, inner="Endless")) == {}
+    assert findings(reading(rows, 16, 16, length=50_000, usual=False)) == {}
     few_values = [[each % 500 for each in mine] for mine in rows]
     assert findings(reading(few_values, 16, 16, length=50_000)) == {}
 

@@ -107,7 +107,7 @@ def test_one_line_in_a_notebook_cell_reports_below_the_cell_that_trains(tmp_path
     assert "loss_not_divided_by_accumulation" in shown[2]
     assert "<cell>:3" in shown[2]
     assert shown[3] == "torch._tensor\n"  # one report only; torch is as it was
-    assert (tmp_path / "ddp-doctor" / "report.html").exists()
+    assert (tmp_path / "ddp-doctor" / "report.txt").exists()
 
 
 def _text(cell: Any) -> str:
@@ -126,9 +126,8 @@ def test_the_port_of_a_launch_goes_to_nobody_else_and_torchs_store_can_listen_on
 def test_the_other_ways_to_measure_are_filled_in_with_the_command() -> None:
     said = other_ways(["train.py", "--batch-size", "8", "--lr", "0.1"], 4)
     assert '"torchrun --nproc-per-node 4 train.py --batch-size 8 --lr 0.1"' in said
-    assert '"torchrun --nproc-per-node 1 train.py --batch-size 32 --lr 0.1"' in said
+    assert '"torchrun --nproc-per-node 1 train.py --batch-size 8 --lr 0.1"' in said
     (test,) = re.findall(r"    from ddp_doctor.testing.*", said, re.DOTALL)
     ast.parse(textwrap.dedent(test))
     assert "ranks=4" in test
-    assert "make the batch as large" in other_ways(["train.py"], 2)
     assert "compare" not in other_ways(["train.py"], 2, launched=False)

@@ -26,7 +26,6 @@ from ddp_doctor.explain.steps import steps_of
 from ddp_doctor.facts.certificate import Certificate, Property
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import (
-    ClipFact,
     CollectiveFact,
     EndFact,
     FailedFact,
@@ -201,20 +200,6 @@ def test_gradients_that_a_script_reduces_at_every_chunk_are_not_their_average() 
     found = findings(reduced(1, 2))["other_than_average"]
     assert found.severity == "error"
     assert "weight is all-reduced 2 times" in found.evidence
-
-
-def test_a_clip_of_gradients_that_carry_the_loss_scale_is_found() -> None:
-    clip = fact(ClipFact, kind="norm", norm=3506.0, limit=1.0, scale=4096.0)
-    halved = {name: value / 2 for name, value in SAME.items()}
-
-    def found(**more: Any) -> bool:
-        run = run_with_steps([step(clips=[clip], **more)])
-        return "clipped_before_unscale" in findings(run)
-
-    assert found(left=SAME)
-    assert not found(left=halved)  # the script has divided them itself
-    clip |= {"scale": 1.0}
-    assert not found(left=SAME)
 
 
 def test_samplers_with_other_seeds_on_the_ranks_are_found() -> None:

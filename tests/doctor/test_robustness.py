@@ -95,10 +95,10 @@ def test_a_full_disk_ends_the_journal_and_not_the_run(server: Server, script: Wr
     assert looked.errors.count("stopped observing (OSError") == 2
 
 
-def test_an_unwritable_folder_sends_the_report_elsewhere(server: Server, script: Write) -> None:
+def test_an_unwritable_folder_is_named_and_the_run_goes_on(server: Server, script: Write) -> None:
     looked = server.run(script(train()), True, options=("--folder", "/proc/ddp-doctor"))
-    assert "cannot write to /proc/ddp-doctor" in looked.errors
-    assert_right(looked)
+    assert looked.codes == [0, 0], looked.errors
+    assert looked.errors.count("Pass another --folder; your run goes on.") == 2
 
 
 def test_a_script_that_leaves_by_os_exit_keeps_its_code_and_gets_a_report(
@@ -389,7 +389,7 @@ def test_fail_on_sets_the_exit_code_if_an_error_is_found_or_nothing_was_checked(
 ) -> None:
     launch = "python" if ranks == 1 else "torchrun"
     looked = server.run(script(text, ranks, launch), True, options=("--fail-on", "error"))
-    assert looked.codes == [expected] * ranks, looked.errors
+    assert looked.codes == [expected, 0][:ranks], looked.errors  # the first one reports
     assert ("not everything was checked: " + said in looked.errors) == bool(said)
 
 

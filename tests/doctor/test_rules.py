@@ -9,17 +9,6 @@ from ddp_doctor.explain.rules import explanation_of
 from ddp_doctor.facts.types import CollectiveFact, ReplicaFact, StartFact
 
 
-def short(count: int, of: int) -> list[dict[str, Any]]:
-    return [window([4] * count, [1 / of] * count, SAME, mine) for mine in OWN]
-
-
-def test_a_short_last_window_that_is_divided_by_the_usual_number_is_a_hint() -> None:
-    run = run_with_steps([short(4, 4), short(4, 4), short(3, 4)])
-    assert findings(run)["partial_window_divided_by_k"].severity == "hint"
-    own = run_with_steps([short(4, 4), short(4, 4), short(3, 3)])
-    assert "partial_window_divided_by_k" not in findings(own)
-
-
 def rescaled_step(factor: float, share: float = 1.0) -> list[dict[str, Any]]:
     """The script multiplies what backward left, `SAME`, by a factor before the update."""
     after = {name: factor * value for name, value in SAME.items()}
@@ -62,15 +51,6 @@ def test_scores_that_are_gathered_for_a_metric_are_no_contrastive_loss() -> None
     assert findings(run_with_steps([windows] * 2)) == {}
 
 
-def test_outputs_that_are_gathered_for_a_loss_of_ones_own_may_lack_a_gradient() -> None:
-    gathered = fact(CollectiveFact, op="all_gather", shape=[5, 8], what="activation", grad=True)
-    windows = step(collectives=[gathered])
-    for one in windows:
-        one["backwards"][0]["terms"][0] |= {"function": "mean", "loss": False}
-    (found,) = findings(run_with_steps([windows] * 2)).values()
-    assert (found.code, found.severity) == ("gather_without_gradient", "note")
-
-
 def test_replicas_of_a_second_optimizers_model_diverge_while_the_firsts_stay_equal() -> None:
     def stepped(optimizer: int, *differ: int) -> list[dict[str, Any]]:
         name = "GD"[optimizer]
@@ -85,19 +65,6 @@ def test_replicas_of_a_second_optimizers_model_diverge_while_the_firsts_stay_equ
     )
 
 
-def test_a_gather_that_keeps_its_own_ranks_gradient_is_named_and_one_that_sums_is_not() -> None:
-    def codes(*more: CollectiveFact) -> dict[str, str]:
-        calls = [gather, *more]
-        windows = step(collectives=calls)
-        for one in windows:
-            one["backwards"][0]["terms"][0] |= {"square": [8, 8, 1], "shape": [8, 8]}
-        return {code: one.severity for code, one in findings(run_with_steps([windows] * 2)).items()}
-
-    gather = fact(CollectiveFact, op="all_gather", shape=[4, 2], numel=8, through_autograd=True)
-    assert codes() == {"gather_without_gradient": "note"}
-    assert codes(gather | {"op": "all_reduce", "in_backward": True}) == {}
-
-
 def test_steps_that_each_process_took_alone_are_not_steps_of_the_group() -> None:
     """Two Trainers in one script: the first one trains in every process before the ranks join."""
     alone = [window([4], [1.0], mine, mine, world=1) for mine in OWN]
@@ -105,6 +72,22 @@ def test_steps_that_each_process_took_alone_are_not_steps_of_the_group() -> None
     run = run_with_steps([alone, together, together])
     assert [each.n for each in run.windows] == [1, 2]
     assert findings(run) == {}
+
+
+def test_what_zero_grad_clears_and_what_it_leaves_is_said() -> None:
+    assert "backwards" not in lines(run_with_steps([step()] * 2))
+    cleared = lines(run_with_steps([step(cleared=(3, 2)), step()]))["backwards"]
+    assert "in 1 of 2 observed steps, zero_grad cleared what 3 earlier backwards" in cleared
+    kept = lines(run_with_steps([step(), step(leftover=4), step(leftover=4)]))["backwards"]
+    assert "in 2 of 3 observed steps, the gradients of the step before were still there" in kept
+
+
+def test_an_all_reduce_after_backward_is_early_only_for_an_optimizer_that_never_steps() -> None:
+    loss = fact(CollectiveFact, op="all_reduce", what="activation", grad=True, numel=4)
+    for ran, found in (({"0": 1, "1": 40}, True), ({"0": 2, "1": 1}, False)):
+        call = {**loss, "backwards": ran}
+        windows = [window([4, 4], [0.5, 0.5], SAME, mine, collectives=[call]) for mine in OWN]
+        assert ("loss_reduced_before_backward" in findings(run_with_steps([windows]))) == found
 
 
 def test_every_finding_is_explained_by_the_rule_that_raises_it() -> None:

@@ -208,7 +208,7 @@ def test_neither_text_nor_page_calls_a_script_right_that_an_error_has_ended(
     run = tmp_path / "journals" / "run"
     write_run(run, {rank: [step(0, rank), end] for rank in (0, 1)}, {0: "ended", 1: "ended"})
     report(run, Options())
-    for said in (capsys.readouterr().err, (tmp_path / "report.html").read_text()):
+    for said in (capsys.readouterr().err, (tmp_path / "report.txt").read_text()):
         words = " ".join(said.split())
         assert "rank 0 ended with ValueError: bad batch at train.py:9" in words
         assert "No error" not in said

@@ -36,7 +36,7 @@ def common_folder() -> Iterator[Path]:
     try:
         folder = own_folder(Path(tempfile.gettempdir()) / f"ddp-doctor-{os.getuid()}-{safe}")
     except OSError as error:
-        raise SystemExit(f"ddp-doctor: {error}") from None
+        raise SystemExit(f"ddp-doctor: {error}. Set TMPDIR to a folder of your own.") from None
     first = os.environ["RANK"] == "0"
     if first:
         guard().tell(FOLDER, folder)

@@ -6,7 +6,6 @@ files lie in the folder of the command, one name per content; see `verdict` for 
 
 import json
 import os
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ddp_doctor.certificate.errors import leave
 from ddp_doctor.certificate.record import whole
 from ddp_doctor.inputs import Inputs
 
@@ -152,9 +152,7 @@ class Recorder:
         until = time.monotonic() + PATIENCE
         while len(list(self.folder.glob("done.*.json"))) < world and time.monotonic() < until:
             time.sleep(0.02)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        leave()
 
     def _write(self, name: str, value: Any) -> None:
         """A file that is complete as soon as it has its name; tensors of rank 0 only."""

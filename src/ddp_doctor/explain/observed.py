@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from ddp_doctor.explain.combination import FITS, Combination, rescaled
 from ddp_doctor.explain.numbers import alike, number
 from ddp_doctor.explain.rules.combining import synchronized
+from ddp_doctor.explain.rules.updates import shortens
 from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Run, Window
-from ddp_doctor.facts.types import ClipFact
 
 DIVISION = "whether each rank's loss is divided by the right number"
 
@@ -70,7 +70,7 @@ def _gradients(run: Run, steps: list[Step]) -> Line:
     factors = [rescaled(s.window.facts) for s in steps if s.combination.kind == kind]
     if kind in ("averaged", "summed") and not alike(factors, 1e-3):
         text += "; then scaled by another factor in each step, as a clip does"
-    elif any(map(_shortens, (clip for s in steps for f in s.window.facts for clip in f["clips"]))):
+    elif any(map(shortens, (clip for s in steps for f in s.window.facts for clip in f["clips"]))):
         text += "; then clipped"
     if run.differing_scales:
         text += "; then each rank divides by its own loss scale"
@@ -122,20 +122,29 @@ def _in_step(run: Run) -> Line:
 
 
 def _micro_batches(run: Run) -> list[Line]:
-    """How many backwards a step has, and in which a wrapper averages."""
-    windows = [window for window in run.complete if window.trains]
-    counts = sorted({len(fact["backwards"]) for window in windows for fact in window.facts})
-    if not windows or counts[-1] < 2:
+    """How many backwards a step has, in which a wrapper averages, and what zero_grad clears."""
+    steps = [window.facts for window in run.complete if window.trains]
+    facts = [fact for of_ranks in steps for fact in of_ranks]
+    counts = sorted({len(fact["backwards"]) for fact in facts})
+    cleared = [most for of in steps if (most := max(fact["cleared"] for fact in of))]
+    kept = [most for of in steps if (most := max(fact["leftover"] for fact in of))]
+    if not facts or not (counts[-1] > 1 or cleared or kept):
         return []
     shown = number(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    text = f"{shown} backwards per optimizer step"
-    flags = [synchronized(fact) for window in windows for fact in window.facts]
+    text = f"{shown} backward{'s' * (shown != '1')} per optimizer step"
+    flags = [synchronized(fact) for fact in facts]
     if run.world > 1 and all(flags):
         if all(all(each) for each in flags):
             text += ", each synchronized by the wrapper, where the last one would be enough"
         elif all(each[-1] and not any(each[:-1]) for each in flags):
             text += ", synchronized by the wrapper in the last one"
-    return [Line("backwards", text, {"backwards": counts})]
+    of = f"of {len(steps)} observed steps"
+    if cleared:
+        earlier = _many(max(cleared), "earlier backward")
+        text += f"; in {len(cleared)} {of}, zero_grad cleared what {earlier} had left"
+    if kept:
+        text += f"; in {len(kept)} {of}, the gradients of the step before were still there"
+    return [Line("backwards", text, {"backwards": counts, "cleared": cleared, "kept": kept})]
 
 
 def _replicas(run: Run) -> list[Line]:
@@ -239,10 +248,6 @@ def _finite(run: Run) -> Line:
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-def _shortens(clip: ClipFact) -> bool:
-    return clip["kind"] == "value" or (clip["norm"] or 0.0) > (clip["limit"] or math.inf)
 
 
 def unused(windows: list[Window]) -> set[str]:

@@ -6,7 +6,6 @@ back-propagated as it is, and 1/K for one that is divided by K micro-batches. Wi
 T = α · Σ s_rk is 1 if every rank's and micro-batch's mean counts once and nothing else scales.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,13 +15,6 @@ from ddp_doctor.explain.combination import Combination, combination, rescaled
 from ddp_doctor.explain.numbers import alike
 from ddp_doctor.facts.merged import Run, Window
 from ddp_doctor.facts.types import ScalingFact, TermFact, WindowFact
-
-LITERAL = re.compile(r"[\d.e+-]+", re.IGNORECASE)
-
-
-def is_literal(operation: ScalingFact) -> bool:
-    """Whether the code writes a factor as a number."""
-    return bool(LITERAL.fullmatch(operation["operand"]))
 
 
 @dataclass(frozen=True)
@@ -187,16 +179,6 @@ def _share(term: TermFact) -> float:
     return factor * term["count"] if term["reduction"] == "sum" else factor
 
 
-def by_optimizer(steps: list[Any]) -> dict[int, list[Any]]:
-    """Windows, or steps, of each optimizer."""
-    found: dict[int, list[Any]] = {}
-    for one in steps:
-        window = one.window if isinstance(one, Step) else one
-        found.setdefault(window.optimizer, []).append(one)
-    return found
-
-
-def usual_length(steps: list[Step]) -> int:
-    """The most common number of micro-batches per step; of two equally common ones the larger."""
-    counts = Counter(step.main.micros for step in steps if step.main is not None)
-    return max(counts, key=lambda length: (counts[length], length), default=0)
+def firsts(steps: list[Step]) -> list[Step]:
+    """The first step of each optimizer: a certificate compares that one."""
+    return list({step.window.optimizer: step for step in reversed(steps)}.values())

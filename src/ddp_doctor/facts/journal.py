@@ -156,11 +156,7 @@ def read_statuses(folder: Path) -> list[ProcessJournal]:
 
 def world_size(folder: Path) -> int:
     """The number of ranks in the largest group that a process of `folder` joined; else 1."""
-    groups = [
-        fact
-        for path in folder.glob("*.jsonl")
-        for fact in _facts(path, containing=b'"group"')["group"]
-    ]
+    groups = [fact for journal in read(folder) for fact in journal.facts["group"]]
     return max((fact["world"] for fact in groups), default=1)
 
 
@@ -187,21 +183,20 @@ def remove_old(folder: Path) -> None:
         pass  # someone else removed them, or the disk is read-only: the report names what it reads
 
 
-def _facts(path: Path, containing: bytes = b"") -> Facts:
+def _facts(path: Path) -> Facts:
     facts = no_facts()
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError:
         return facts  # the folder was removed while its run goes on
     for line in lines:
-        if containing in line:
-            try:
-                fact: Any = json.loads(line)
-            except ValueError:
-                continue  # a disk that was full in the middle of a line
-            kind = fact.pop("kind")
-            if kind in facts:
-                listed(facts, kind).append(fact)
+        try:
+            fact: Any = json.loads(line)
+        except ValueError:
+            continue  # a disk that was full in the middle of a line
+        kind = fact.pop("kind")
+        if kind in facts:
+            listed(facts, kind).append(fact)
     return facts
 
 

@@ -12,7 +12,6 @@ from typing import Self
 
 from ddp_doctor.facts.journal import ProcessJournal, Status
 from ddp_doctor.facts.types import (
-    ClipFact,
     CollectiveFact,
     EndFact,
     ErrorFact,
@@ -137,11 +136,6 @@ class Window:
     def cut(self) -> bool:
         """Whether some rank ran more backwards before this step than a record may hold."""
         return any(fact["cut"] for fact in self.ranks.values())
-
-    def leftover(self, fact: WindowFact) -> int:
-        """How many gradients that the step before had used were there when this one began."""
-        first = fact["backwards"][:1]
-        return sum(backward.get("leftover", {}).get(str(self.optimizer), 0) for backward in first)
 
     @cached_property
     def trains(self) -> bool:
@@ -412,8 +406,8 @@ class Run:
         return next((loader for rank in self.ranks for loader in rank.facts["loader"]), None)
 
 
-def so_far(fact: ClipFact | CollectiveFact, window: Window) -> int:
-    """How many of a window's backwards had run when a clip or a collective was called."""
+def so_far(fact: CollectiveFact, window: Window) -> int:
+    """How many of a window's backwards had run when a collective was called."""
     return fact["backwards"].get(str(window.optimizer), 0)
 
 

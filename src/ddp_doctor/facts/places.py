@@ -1,6 +1,5 @@
 """Where in the user's code something happens: file and line, and the expression at that place."""
 
-import ast
 import linecache
 import os
 import sys
@@ -126,26 +125,3 @@ def expression(frame: FrameType | None = None) -> str:
     chosen[-1] = chosen[-1][:end]
     chosen[0] = chosen[0][start:]
     return b"".join(chosen).decode(errors="replace").strip()[:200]
-
-
-def operand(text: str, left: bool = False) -> str:
-    """The factor in a multiplication or division of a loss, as the source writes it.
-
-    `left`: it is the left operand. `loss / n` → `n`; `0.5 * loss` with `left` → `0.5`;
-    `loss.mul(w)` → `w`; the text itself if it is unclear.
-    """
-    try:
-        node: ast.AST = ast.parse(text).body[0]
-    except (SyntaxError, IndexError):
-        return text
-    if isinstance(node, ast.Expr | ast.Assign | ast.Return) and node.value is not None:
-        node = node.value
-    if isinstance(node, ast.AugAssign):
-        return ast.unparse(node.value)
-    if isinstance(node, ast.BinOp):
-        return ast.unparse(node.left if left else node.right)
-    if isinstance(node, ast.Call) and node.args:
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if name.rstrip("_") in ("div", "mul", "divide", "multiply", "true_divide"):
-            return ast.unparse(node.args[-1])
-    return text

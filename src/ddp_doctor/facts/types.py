@@ -51,7 +51,6 @@ class BackwardFact(TypedDict):
     wrappers: NotRequired[dict[str, int]]  # by wrapper: how many of its parameters were reached
     terms: NotRequired[list[TermFact]]
     values: NotRequired[list[float]]
-    leftover: NotRequired[dict[str, int]]  # by optimizer: gradients of the step before
 
 
 class SnapshotFact(TypedDict):
@@ -69,10 +68,7 @@ class ClipFact(TypedDict):
     kind: str  # norm or value
     norm: float | None
     limit: float | None
-    sharded: bool
-    scale: float  # of the GradScaler, if the gradients still carry it
-    backwards: dict[str, int]  # by optimizer, as of this call
-    collectives: int
+    collectives: int  # how many were called before it
     place: str
 
 
@@ -96,7 +92,7 @@ class CollectiveFact(TypedDict):
 
     op: str
     place: str
-    backwards: dict[str, int]
+    backwards: dict[str, int]  # by optimizer, as of this call
     through_autograd: bool
     in_backward: bool
     group: NotRequired[list[int]]  # unless all ranks take part
@@ -112,14 +108,6 @@ class CollectiveFact(TypedDict):
 class ForwardFact(TypedDict):
     sync: bool
     place: str
-
-
-class DroppedFact(TypedDict):
-    """A backward whose gradients were cleared."""
-
-    optimizer: int
-    call: int
-    targets: list[int]
 
 
 class ParametersFact(TypedDict):
@@ -155,7 +143,6 @@ class StepFact(TypedDict):
     collectives: list[CollectiveFact]
     forwards: list[ForwardFact]
     inputs: list[list[list[Any]]]  # of each forward and tensor: hash, size, shape
-    dropped: list[DroppedFact]
     random: list[int]  # hashes of the generators' states
     dropout: int
     step_place: str
@@ -171,6 +158,8 @@ class WindowFact(StepFact):
     optimizer: int
     skipped: bool
     backwards: list[BackwardFact]
+    cleared: int  # backwards before these, whose gradients zero_grad has cleared
+    leftover: int  # parameters that still held the gradient of the step before
     snapshot: SnapshotFact
     left: Projections | None  # what the last backward left in `.grad`
     after: ReplicaFact
@@ -234,11 +223,9 @@ class SamplerFact(TypedDict):
 class LoaderFact(TypedDict):
     dataset: str
     length: int | None
-    content: int | None
-    inner: str
-    replacement: bool
-    sharded: bool
-    replicas: int | None
+    content: int | None  # a hash
+    usual: bool  # whether torch's own samplers give the whole data set, each row once
+    replicas: int | None  # into how many parts a sampler cuts the data, if any does
     grad: bool
     place: str
 
@@ -352,7 +339,6 @@ def nothing_yet() -> StepFact:
         "collectives": [],
         "forwards": [],
         "inputs": [],
-        "dropped": [],
         "random": [],
         "dropout": 0,
         "step_place": "",

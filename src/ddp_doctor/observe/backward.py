@@ -209,9 +209,9 @@ class _Backwards:
         if mine and len(state.pending) >= MAX_BACKWARDS:
             state.cut = True
         elif mine and (mine & record["reached"] or not record["reached"]):
+            if not state.pending:
+                state.leftover = len(mine & self.recorder.leftover)
             state.pending.append(record)
-            if kept := len(mine & self.recorder.leftover):
-                record.setdefault("leftover", {})[str(state.index)] = kept
             self.recorder.note_gradients(state)
 
     def abandoned(self, error: BaseException) -> None:

@@ -113,10 +113,10 @@ class _Calls:
         recorder = self.recorder
         group = _ranks_of(args, kwargs)
         room = len(recorder.window["collectives"]) < MAX_PER_WINDOW
-        reduces = name in REDUCTIONS and recorder.expects_own_reduction()
+        reduces = name in REDUCTIONS
         what: What = self.what(tensor) if tensor is not None and (room or reduces) else {}
         of_gradients = what.get("what") in ("gradient", "flat", "like a gradient")
-        if recorder.in_step and name in REDUCTIONS and (of_gradients or "scatter" in name):
+        if recorder.in_step and reduces and (of_gradients or "scatter" in name):
             recorder.combined_in_step(at)
         if reduces and what.get("what") in ("gradient", "flat"):
             recorder.before_own_reduction(what.get("optimizer"), what.get("name", ""))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler, dataloader
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, dataloader
 
 from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.fingerprints import checksum
@@ -68,13 +68,12 @@ class _Data:
             return
         self.described.add(number)
         inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        usual = type(inner) in (RandomSampler, SequentialSampler)
         fact = LoaderFact(
             dataset=type(loader.dataset).__name__,
             length=_length(loader.dataset),
             content=_content(loader.dataset),
-            inner=type(inner).__name__,
-            replacement=bool(getattr(inner, "replacement", False)),
-            sharded=_sharded(loader),
+            usual=usual and not getattr(inner, "replacement", False),
             replicas=_replicas(loader),
             grad=torch.is_grad_enabled(),
             place=place(),
@@ -104,31 +103,15 @@ class _Data:
         self.session.set_status("running")
 
 
-def _samplers(loader: Any) -> list[Any]:
-    """The loader's samplers, and those that they draw from."""
-    found: list[Any] = []
-    todo = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    while todo and len(found) < 8:
-        one = todo.pop()
-        if one is not None and not any(one is other for other in found):
-            found.append(one)
-            todo += [getattr(one, name, None) for name in ("sampler", "batch_sampler")]
-    return found
-
-
-def _sharded(loader: Any) -> bool:
-    """Whether sampler or batch sampler give each rank its own part."""
-    for candidate in (*_samplers(loader), loader.dataset):
-        name = type(candidate).__name__
-        if "Distributed" in name or "Shard" in name or hasattr(candidate, "num_replicas"):
-            return True
-    return False
-
-
 def _replicas(loader: Any) -> int | None:
     """Into how many parts a sampler cuts the data; None without such a one."""
-    own = [getattr(one, "__dict__", {}) for one in _samplers(loader)]  # of none that it wraps
-    parts = [one.get("num_replicas", one.get("num_processes")) for one in own]
+    samplers: list[Any] = [loader.sampler, loader.batch_sampler]
+    parts: list[Any] = []
+    while samplers and len(parts) < 8:
+        one = samplers.pop()
+        own = getattr(one, "__dict__", {})  # of none that it wraps
+        parts.append(own.get("num_replicas", own.get("num_processes")))
+        samplers += [own[name] for name in ("sampler", "batch_sampler") if name in own]
     return max((number for number in parts if isinstance(number, int)), default=None)
 
 

@@ -5,8 +5,11 @@ the division by accumulation steps, the multiplication by the world size, and th
 function does not reduce. Divided by the count of items, the product is the weight of one item.
 """
 
+import re
 import sys
 from functools import partial
+from inspect import signature
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -14,19 +17,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddp_doctor.facts.fingerprints import checksum
-from ddp_doctor.facts.places import expression, operand, place
+from ddp_doctor.facts.places import expression, place
 from ddp_doctor.facts.types import ScalingFact, TermFact
 from ddp_doctor.observe.patching import Args, Kwargs, Patches
 from ddp_doctor.observe.recorder import Recorder, ranks
 
-FUNCTIONS = (
-    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss"),
-    *("gaussian_nll_loss", "ctc_loss", "soft_margin_loss", "multilabel_soft_margin_loss"),
-    *("multilabel_margin_loss", "multi_margin_loss", "margin_ranking_loss"),
-    *("hinge_embedding_loss", "cosine_embedding_loss", "triplet_margin_loss"),
-    "triplet_margin_with_distance_loss",
-)
+FUNCTIONS = [
+    name
+    for name, function in vars(F).items()
+    if isinstance(function, FunctionType) and "reduction" in signature(function).parameters
+    if name != "linear_cross_entropy"  # it calls another one
+]
 ONE_PER_ROW = (
     *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
     *("cosine_embedding_loss", "triplet_margin_loss"),
@@ -151,7 +152,8 @@ class _Terms:
         at, text = place(frame), expression(frame)
         if loss.numel() != 1 and any(one["place"] == at for one in window["scaling"]):
             return
-        fact = ScalingFact(op=sign, value=value, text=text, operand=operand(text, left), place=at)
+        operand = re.split(r"[*/]=?", text)[0 if left else -1]
+        fact = ScalingFact(op=sign, value=value, text=text, operand=operand.strip(), place=at)
         window["scaling"].append(fact)
 
     @property
@@ -195,7 +197,7 @@ def fact_of(term: dict[str, Any]) -> TermFact:
 
 def _counted(name: str, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """How many items a loss function counts, from its arguments."""
-    values = dict(zip(_parameters(name), args, strict=False)) | kwargs
+    values = dict(zip(signature(getattr(F, name)).parameters, args, strict=False)) | kwargs
     reduction = values.get("reduction", "mean")
     if values.get("size_average") is not None or values.get("reduce") is not None:
         reduction = F._Reduction.legacy_get_string(values.get("size_average"), values.get("reduce"))
@@ -248,12 +250,6 @@ def _diagonal(logits: Tensor, target: Tensor) -> list[int] | None:
     first = int(target[0])
     ascending = torch.arange(first, first + rows, device=target.device, dtype=target.dtype)
     return [rows, columns, int(torch.equal(target, ascending))]
-
-
-def _parameters(name: str) -> list[str]:
-    import inspect
-
-    return list(inspect.signature(getattr(F, name)).parameters)
 
 
 def _unmasked(source: Tensor) -> int:

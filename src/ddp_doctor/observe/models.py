@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,6 +73,14 @@ class Names:
         )
 
 
+def live_modules() -> Iterator[nn.Module]:
+    """All modules of this process whose constructor has run."""
+    for candidate in gc.get_objects():
+        kind: Any = type(candidate)
+        if issubclass(kind, nn.Module) and "_modules" in candidate.__dict__:
+            yield candidate
+
+
 def _smallest_module_with(parameters: Sequence[Tensor]) -> nn.Module | None:
     """The live module that holds most of the parameters and least besides.
 
@@ -82,10 +90,7 @@ def _smallest_module_with(parameters: Sequence[Tensor]) -> nn.Module | None:
     """
     wanted = {id(parameter) for parameter in parameters}
     best: tuple[int, int, int, nn.Module] | None = None
-    for candidate in gc.get_objects():
-        kind: Any = type(candidate)
-        if not issubclass(kind, nn.Module) or "_parameters" not in candidate.__dict__:
-            continue
+    for candidate in live_modules():
         inside = {id(parameter) for parameter in candidate.parameters()}
         found = len(wanted & inside)
         if not found:

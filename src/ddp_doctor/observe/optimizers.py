@@ -11,7 +11,6 @@ from torch.optim.optimizer import (
 
 from ddp_doctor.facts.fingerprints import projection
 from ddp_doctor.facts.places import place
-from ddp_doctor.facts.types import DroppedFact
 from ddp_doctor.observe.patching import Args, Kwargs, Patches
 from ddp_doctor.observe.recorder import MAX_PARAMETERS, Recorder
 from ddp_doctor.observe.states import OptimizerState
@@ -111,13 +110,7 @@ class _Steps:
         others = [each for each in recorder.optimizers.values() if each is not state]
         # A backward that another optimizer has used, or will use, is not lost: a GAN's.
         kept = {id(record) for other in others for record in other.pending}
-        for backward in state.pending if recorder.on else ():
-            dropped = recorder.window["dropped"]
-            if not backward.get("used") and id(backward) not in kept and len(dropped) < 64:
-                terms = backward.get("terms", ())
-                targets = [term["target"] for term in terms if "target" in term]
-                call = backward.get("call", 0)
-                dropped.append(DroppedFact(optimizer=state.index, call=call, targets=targets))
+        state.cleared += sum(not b.get("used") and id(b) not in kept for b in state.pending)
         state.forget()
         for parameter in state.parameters():
             recorder.local.pop(id(parameter), None)

@@ -144,17 +144,6 @@ class Recorder:
             local = self.local.get(id(parameter))
             snapshot["local"][name] = None if local is None or math.isnan(local) else local
 
-    def scale_of_gradients(self) -> float:
-        """The GradScaler's factor, unless gradients that wait for a step were unscaled."""
-        pending = [state for state in self.optimizers.values() if state.pending]
-        return self.scales if all(state.scale is None for state in pending) else 1.0
-
-    def expects_own_reduction(self) -> bool:
-        """Whether `before_own_reduction` would change anything."""
-        return self.in_backward > 0 or any(
-            state.snapshot is not None or not state.reduced for state in self.optimizers.values()
-        )
-
     def before_own_reduction(self, optimizer: int | None, name: str = "") -> None:
         """The script is about to combine gradients: one by name, or all of one optimizer, or None
         for all.
@@ -283,6 +272,8 @@ class Recorder:
                 optimizer=state.index,
                 skipped=skipped,
                 backwards=as_facts(state.pending),
+                cleared=state.cleared,
+                leftover=state.leftover,
                 snapshot=snapshot,
                 left=state.left,
                 after=self.replica(state),
@@ -303,6 +294,7 @@ class Recorder:
         for record in state.pending:
             record["used"] = True
         state.forget()
+        state.cleared = 0
         # Optimizers that step no longer do not count. Not asked of the garbage collector, which
         # would answer differently on each rank.
         state.last = session.step_count

@@ -25,7 +25,6 @@ from ddp_doctor.options import Options, say
 if TYPE_CHECKING:
     from ddp_doctor.observe.patching import Patches
 
-
 LOOK_AGAIN = 4  # steps that are observed after a change
 
 

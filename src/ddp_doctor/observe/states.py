@@ -48,6 +48,8 @@ class OptimizerState:
         self.pending: list[Backward] = []
         self.snapshot: SnapshotFact | None = None  # of the gradients, before they are clipped
         self.left: Projections | None = None  # the gradients that the last backward left
+        self.cleared = 0  # backwards since its last step whose gradients were cleared
+        self.leftover = 0  # parameters that held the last step's gradient at the first of `pending`
         self.cut = False  # whether there were more backwards than `pending` may hold
         self.numbers: list[dict[str, float]] = []  # each group's hyperparameters
         self.trained: list[bool] = []  # of each parameter
@@ -66,6 +68,7 @@ class OptimizerState:
         """The gradients were used or cleared: nothing of them is left to write down."""
         self.pending = []
         self.snapshot = self.left = self.scale = None
+        self.leftover = 0
         self.cut = False
         self.reduced = set()
 

@@ -51,15 +51,11 @@ def _clipped(
     if not recorder.on or len(recorder.window["clips"]) >= 64:
         return
     limit = args[1] if len(args) > 1 else kwargs.get("max_norm", kwargs.get("clip_value"))
-    sharded = hasattr(result, "placements")
-    known = isinstance(result, Tensor) and not sharded
+    known = isinstance(result, Tensor) and not hasattr(result, "placements")
     fact = ClipFact(
         kind="norm" if kind == "total" else kind,
         norm=float(result.detach()) if known else None,
         limit=float(limit) if isinstance(limit, int | float) and kind != "total" else None,
-        sharded=sharded,
-        scale=recorder.scale_of_gradients(),
-        backwards=recorder.so_far(),
         collectives=len(recorder.window["collectives"]),
         place=place(),
     )

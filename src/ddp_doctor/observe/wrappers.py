@@ -1,6 +1,5 @@
 """DistributedDataParallel and wrappers that look like it: made when, called when, synced or not."""
 
-import gc
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import ForwardFact, WrapperFact
+from ddp_doctor.observe.models import live_modules
 from ddp_doctor.observe.patching import Args, Kwargs, Patches
 from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import Recorder, ranks
@@ -107,15 +107,13 @@ class _Wrappers:
 
 def wrappers_like_ddp() -> list[torch.nn.Module]:
     """Live modules that hold one module as `.module` and can leave synchronization out."""
-    found = []
-    for candidate in gc.get_objects():
-        kind: Any = type(candidate)
-        if not issubclass(kind, torch.nn.Module) or "_modules" not in candidate.__dict__:
-            continue
-        inner = candidate.__dict__["_modules"].get("module")
-        if isinstance(inner, torch.nn.Module) and callable(getattr(kind, "no_sync", None)):
-            found.append(candidate)
-    return [candidate for candidate in found if "FullySharded" not in type(candidate).__name__]
+    return [
+        candidate
+        for candidate in live_modules()
+        if isinstance(candidate._modules.get("module"), torch.nn.Module)
+        and callable(getattr(type(candidate), "no_sync", None))
+        and "FullySharded" not in type(candidate).__name__
+    ]
 
 
 def _inputs(args: Args, kwargs: Kwargs) -> list[list[Any]]:

@@ -1,6 +1,5 @@
-"""The report: one screen on the terminal, a page, JSON."""
+"""The report: on the terminal, in a file, and as JSON."""
 
-import html
 import json
 import os
 import shutil
@@ -18,27 +17,8 @@ from ddp_doctor.facts.certificate import Certificate
 from ddp_doctor.facts.journal import alive, read, write_whole
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.options import Options, say, tell
-from ddp_doctor.report.junit import as_junit
 
 VERSION = 2
-LINES = 44  # on the terminal
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>ddp-doctor</title>
-<style>
-:root {{ color-scheme: light dark; }}
-pre {{ font: 14px/1.45 ui-monospace, monospace; margin: 2rem auto; max-width: 60rem;
-  overflow-x: auto; }}
-</style>
-</head>
-<body><pre>
-{text}
-</pre></body>
-</html>
-"""
 NOTHING = (
     "ddp-doctor: no rank was observed: no process joined a group, wrapped a model, or took an "
     "optimizer step.\nIf the script trains in processes that another program starts, put this on "
@@ -103,7 +83,7 @@ class Report:
         """What was not checked, and what was not measured; each a paragraph."""
         said = []
         if self.run.not_checked:
-            said.append(f"Not everything was checked: {'; '.join(self.run.not_checked[:4])}.")
+            said.append(f"Not everything was checked: {'; '.join(self.run.not_checked)}.")
         if self.not_measured:
             said.append(f"Not measured: {'; '.join(self.not_measured)}.")
         wrong = self.certificate is not None and self.certificate.verdict in ("scaled", "different")
@@ -111,8 +91,8 @@ class Report:
             said.append("No rule names the cause.")
         return said
 
-    def as_text(self, width: int = 100, whole: bool = False) -> str:
-        """At most `LINES` lines, unless `whole`; what does not fit is on the page."""
+    def as_text(self, width: int = 100) -> str:
+        """All of it; a line has at most `width` characters, which is at least 60."""
         width = max(60, min(width, 110))
         head = "ddp-doctor, a report so far: " if self.run.hung else "ddp-doctor: "
         head += f"{len(self.run.ranks)} of {self.run.world} ranks, "
@@ -121,18 +101,11 @@ class Report:
         for line in self.observed.lines:
             first = f"  {line.name:<10} "
             out += textwrap.wrap(line.text, width, initial_indent=first, subsequent_indent=" " * 13)
-        left = 0
         for finding in self.findings:
-            block = _block(finding, width)
-            if not whole and len(out) + len(block) > LINES - 4:
-                left += 1
-                continue
-            out += block
-        if left:
-            out += ["", f"… and {left} more, in the page."]
+            out += _block(finding, width)
         for said in self.conclusion:
             out += ["", *textwrap.wrap(said, width)]
-        for note in self.run.notes if whole else self.run.notes[:3]:
+        for note in self.run.notes:
             out += textwrap.wrap(note, width)
         return "\n".join([*out, "─" * width])
 
@@ -195,16 +168,15 @@ def make_report(folder: Path, live: bool = False, certificate: Certificate | Non
 
 
 def report(run_folder: Path, options: Options, live: bool = False, waited: bool = False) -> Report:
-    """Merge, print, and write the page and the JSON. What cannot be written is said in one line.
+    """Merge, print, and write the files. What cannot be written is said in one line.
 
     `live`: ranks seem stuck (see `make_report`). `waited`: there was one before.
     """
     result = make_report(run_folder, live)
     if waited and not HANGS & {finding.code for finding in result.findings}:
-        result.run.notes.insert(
-            0,  # the terminal shows the first three
+        result.run.notes.append(
             f"Ranks made no progress for {options.hang_after:g} s, then continued: ignore the hang "
-            "report above.",
+            "report above."
         )
     silent = options.quiet and not result.findings and not waited
     if not result.run.ranks and not (silent or _left_early(run_folder)):
@@ -214,23 +186,19 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
 
 
 def write_report(result: Report, options: Options, folder: Path, silent: bool = False) -> None:
-    """Print a report, and write its page and JSON. `silent`: print only what cannot be written."""
-    width = shutil.get_terminal_size((100, 24)).columns
-    if result.certificate is not None and not silent:
-        tell(result.certificate.as_text(max(60, min(width, 110))))
-    if result.run.ranks and not silent:
-        tell(result.as_text(width))
-    if result.run.ranks or result.certificate is not None:
-        path = folder / "report.html"
-        if _write(path, _page(result)) and not silent:
-            shown = os.path.relpath(path)
-            say(f"{path if shown.startswith('..') else shown}")
+    """Print a report, and write its files. `silent`: print only what cannot be written."""
+    width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 110))
+    texts = [result.certificate.as_text(width)] if result.certificate is not None else []
+    texts += [result.as_text(width)] if result.run.ranks else []
+    if not silent:
+        for text in texts:
+            tell(text)
+    path = folder / "report.txt"
+    if texts and _write(path, "\n".join(texts) + "\n") and not silent:
+        shown = os.path.relpath(path)
+        say(f"{path if shown.startswith('..') else shown}")
     if options.json:
         _write(Path(options.json), json.dumps(result.as_json(), indent=2) + "\n")
-    if options.junit:
-        unchecked = result.verdict()["unchecked"]
-        text = as_junit(result.certificate, result.findings, unchecked, options.fail_on)
-        _write(Path(options.junit), text)
 
 
 def _write(path: Path, text: str) -> bool:
@@ -241,13 +209,6 @@ def _write(path: Path, text: str) -> bool:
         say(f"could not write {path} ({error}).")
         return False
     return True
-
-
-def _page(report: Report) -> str:
-    """All of the report, as one self-contained page."""
-    certificate = [report.certificate.as_text()] if report.certificate is not None else []
-    texts = [*certificate, *([report.as_text(whole=True)] if report.run.ranks else [])]
-    return PAGE.format(text=html.escape("\n\n".join(texts)))
 
 
 def _left_early(run_folder: Path) -> bool:

@@ -23,4 +23,4 @@ def own_folder(path: Path) -> Path:
         problem = "is open to other users"
     else:
         return path
-    raise PermissionError(f"{path} {problem}. Set TMPDIR to a folder of your own.")
+    raise PermissionError(f"{path} {problem}")

@@ -27,14 +27,6 @@ from ddp_doctor.facts.places import is_users
 
 Used = Callable[[str], None]
 Change = Callable[[list[Any], dict[str, Any]], None]  # of a call's arguments, in place
-NOTHING_TO_DO = (
-    *("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"),
-    *("reset_max_memory_allocated", "set_stream"),
-)
-NUMBERS = (
-    *("current_device", "memory_allocated", "max_memory_allocated"),
-    *("memory_reserved", "max_memory_reserved"),
-)
 TYPES = ("Byte", "Char", "Short", "Int", "Long", "Half", "Float", "Double", "Bool", "BFloat16")
 MEMORY = 1 << 34  # bytes that a GPU is said to have
 GPU = SimpleNamespace(
@@ -57,11 +49,9 @@ def install(used: Used) -> None:
             used(name)
 
     _groups(tell)
-    _cuda(tell)
-    _accelerator(tell)
+    _functions(tell)
     _streams(tell)
     _classes(tell)
-    _attention(tell)
     _programs(tell)
     _lightning(tell)
     _OnCpu(tell).__enter__()
@@ -170,19 +160,35 @@ def _gpus() -> int:
     return max(2, int(os.environ.get("LOCAL_WORLD_SIZE", "2")))
 
 
-def _cuda(tell: Used) -> None:
-    for name in NOTHING_TO_DO:
-        _replace(torch.cuda, name, None, tell)
-    for name in NUMBERS:
-        _replace(torch.cuda, name, 0, tell)
-    _replace(torch.cuda, "is_available", True, tell, users_only=True)
-    _replace(torch.cuda, "is_bf16_supported", True, tell, users_only=True)
-    _replace(torch.cuda, "device_count", _gpus(), tell, users_only=True)
-    _replace(torch.cuda, "get_device_name", GPU.name, tell)
-    _replace(torch.cuda, "get_device_capability", (GPU.major, GPU.minor), tell)
-    _replace(torch.cuda, "get_device_properties", GPU, tell)
-    _replace(torch.cuda, "mem_get_info", (MEMORY, MEMORY), tell)
+# What a function of torch returns instead: to all, or only to the user's code.
+TO_ALL: tuple[tuple[Any, str, Any], ...] = (
+    (torch.cuda, "set_device synchronize empty_cache ipc_collect set_stream", None),
+    (torch.cuda, "reset_peak_memory_stats reset_max_memory_allocated", None),
+    (torch.cuda, "current_device memory_allocated max_memory_allocated", 0),
+    (torch.cuda, "memory_reserved max_memory_reserved", 0),
+    (torch.cuda, "get_device_name", GPU.name),
+    (torch.cuda, "get_device_capability", (GPU.major, GPU.minor)),
+    (torch.cuda, "get_device_properties", GPU),
+    (torch.cuda, "mem_get_info", (MEMORY, MEMORY)),
+    (torch.accelerator, "set_device_index set_device_idx synchronize", None),
+    (torch.accelerator, "current_device_index current_device_idx", 0),
+    # The CPU has one kernel for attention: switches would leave it without any.
+    (torch.backends.cuda, "enable_flash_sdp enable_math_sdp enable_mem_efficient_sdp", None),
+    (torch.backends.cuda, "enable_cudnn_sdp", None),
+)
+TO_USERS: tuple[tuple[Any, str, Any], ...] = (
+    (torch.cuda, "is_available is_bf16_supported", True),
+    (torch.accelerator, "is_available", True),
+    (torch.accelerator, "current_accelerator", torch.device("cuda")),
+)
 
+
+def _functions(tell: Used) -> None:
+    gpus = [(module, "device_count", _gpus()) for module in (torch.cuda, torch.accelerator)]
+    for table, users_only in ((TO_ALL, False), ((*TO_USERS, *gpus), True)):
+        for module, names, result in table:
+            for name in names.split():
+                _replace(module, name, result, tell, users_only)
     for kind in TYPES:
         tensors = _type(getattr(torch, f"{kind}Tensor"), f"torch.cuda.{kind}Tensor", tell)
         setattr(torch.cuda, f"{kind}Tensor", tensors)
@@ -196,17 +202,6 @@ def _type(on_cpu: Any, name: str, tell: Used) -> Any:
         return on_cpu(*args, **kwargs)
 
     return make
-
-
-def _accelerator(tell: Used) -> None:
-    module = torch.accelerator
-    for name in ("set_device_index", "set_device_idx", "synchronize"):
-        _replace(module, name, None, tell)
-    for name in ("current_device_index", "current_device_idx"):
-        _replace(module, name, 0, tell)
-    _replace(module, "is_available", True, tell, users_only=True)
-    _replace(module, "device_count", _gpus(), tell, users_only=True)
-    _replace(module, "current_accelerator", torch.device("cuda"), tell, users_only=True)
 
 
 class _Stream:
@@ -255,13 +250,6 @@ def _streams(tell: Used) -> None:
     for name in ("current_stream", "default_stream"):
         _replace(torch.cuda, name, _Stream(), tell)
     _replace(torch.cuda, "stream", contextlib.nullcontext(), tell)
-
-
-def _attention(tell: Used) -> None:
-    """The CPU has one kernel: switches that choose one of a GPU would leave it without any."""
-    for name in ("enable_flash_sdp", "enable_math_sdp", "enable_mem_efficient_sdp"):
-        _replace(torch.backends.cuda, name, None, tell)
-    _replace(torch.backends.cuda, "enable_cudnn_sdp", None, tell)
 
 
 def _programs(tell: Used) -> None:

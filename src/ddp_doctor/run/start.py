@@ -7,7 +7,6 @@ import torch and the report imports all rules, so functions import them when the
 import json
 import os
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -133,25 +132,17 @@ def _run_folder(options: Options) -> Path | None:
     elif env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE")) == env.get("WORLD_SIZE"):
         parts.append(str(os.getppid()))
     name = "-".join("".join(c if c.isalnum() else "." for c in part) for part in parts if part)
-    wanted = Path(options.folder).absolute()
-    for base in (wanted, Path(tempfile.gettempdir()) / f"ddp-doctor-{os.getuid()}"):
-        run = base / "journals" / name
-        try:
-            if base != wanted:
-                own_folder(base)
-            run.parent.mkdir(parents=True, exist_ok=True)
-            own_folder(run)
-            probe = run / f".probe-{os.getpid()}"
-            probe.write_bytes(b"x" * 4096)
-            probe.unlink()
-        except OSError as error:
-            problem = error
-            continue
-        if base != wanted and env.get("RANK", "0") == "0":
-            say(f"cannot write to {wanted}; the report goes to {base}.")
-        return run
-    say(f"found no folder to write to ({problem}). Your run goes on without it.")
-    return None
+    run = Path(options.folder).absolute() / "journals" / name
+    try:
+        run.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(run)
+        probe = run / f".probe-{os.getpid()}"
+        probe.write_bytes(b"x" * 4096)
+        probe.unlink()
+    except OSError as error:
+        say(f"nothing is observed: {error}. Pass another --folder; your run goes on.")
+        return None
+    return run
 
 
 def _reach_children() -> None:

@@ -5,7 +5,6 @@ That they differ, or are no multiple of the sum of what the ranks computed, is m
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import takewhile
 
 from ddp_doctor.explain.combination import FITS, untouched
 from ddp_doctor.explain.findings import Finding, finding, rule
@@ -319,10 +318,9 @@ def optimizer_on_other_parameters(run: Run, steps: list[Step]) -> Iterator[Findi
     """
     for optimizer in dict.fromkeys(window.optimizer for window in run.windows):
         windows = [window for window in run.windows if window.optimizer == optimizer]
-        last = list(takewhile(_without_gradient, reversed(windows)))
-        if len(last) < min(2, len(windows)) or _moves(run, windows, last):
+        if not all(map(_without_gradient, windows[-2:])) or _moves(run, windows[-2:]):
             continue
-        window = last[-1]
+        window = windows[-1]
         rank, fact = next(iter(window))
         fix = (
             "Call set_requires_gradient_sync(True), and set_requires_all_reduce(True) with "
@@ -341,15 +339,14 @@ def optimizer_on_other_parameters(run: Run, steps: list[Step]) -> Iterator[Findi
         return
 
 
-def _moves(run: Run, windows: list[Window], last: list[Window]) -> bool:
-    """Whether the last steps, which have no gradients, change the parameters."""
+def _moves(run: Run, windows: list[Window]) -> bool:
+    """Whether the last step, which has no gradients, changes the parameters."""
     before = {rank.rank: rank.start["parameters"] for rank in run.ranks if rank.start}
-    for window in windows[: -len(last)]:
+    for window in windows[:-1]:
         before |= {rank: fact["after"]["parameters"] for rank, fact in window}
     return any(
-        before[rank].get(name, held) != held
-        for rank, fact in last[0]
-        if rank in before
+        before.get(rank, {}).get(name, held) != held
+        for rank, fact in windows[-1]
         for name, held in fact["after"]["parameters"].items()
     )
 

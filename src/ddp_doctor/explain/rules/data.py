@@ -6,7 +6,7 @@ from itertools import pairwise
 from ddp_doctor.explain.findings import Finding, finding, rule
 from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Rank, Run
-from ddp_doctor.facts.types import LoaderFact, SamplerFact, WindowFact
+from ddp_doctor.facts.types import LoaderFact
 
 
 @rule("same_data_on_ranks")
@@ -29,7 +29,7 @@ def same_data_on_ranks(run: Run, steps: list[Step]) -> Iterator[Finding]:
             f"In all {len(windows)} observed steps {alike} computed the loss from equal data: "
             f"inputs and targets, or the loss itself where these were not seen. {run.world} ranks "
             f"do the work of {len(run.same_data)}.",
-            run.loader["place"] if run.loader else _where(windows[0].ranks[0]),
+            run.loader["place"] if run.loader else windows[0].backward_place,
             "DataLoader(dataset, sampler=DistributedSampler(dataset)), and call "
             "sampler.set_epoch(epoch) in every epoch.",
         )
@@ -37,24 +37,15 @@ def same_data_on_ranks(run: Run, steps: list[Step]) -> Iterator[Finding]:
     yield from _overlap(run)
 
 
-def _where(fact: WindowFact) -> str:
-    for backward in fact["backwards"]:
-        for term in backward.get("terms", ()):
-            return term["place"]
-    return fact["step_place"]
-
-
 def _overlap(run: Run) -> Iterator[Finding]:
     """Ranks read the same rows in another order: each walks through the whole data set.
 
-    Right if each rank trains on its own slice of what it reads, or draws with replacement. Ranks
-    that read other parts of the data have no rows in common, however few of them were seen. A
-    custom sampler may be endless by design: then a whole epoch has to show the overlap.
+    Right if each rank trains on its own slice of what it reads, or draws with replacement, or if a
+    custom sampler decides. Ranks that read other parts of the data have no rows in common, however
+    few of them were seen.
     """
-    loaders = [
-        loader for loader in run.ranks[0].facts["loader"] if loader["grad"] and loader["length"]
-    ]
-    if not loaders or loaders[0]["sharded"] or loaders[0]["replacement"]:
+    loaders = [one for one in run.ranks[0].facts["loader"] if one["grad"] and one["length"]]
+    if not loaders or not loaders[0]["usual"]:
         return
     whole = loaders[0]["length"] or 0
     if any(not rank.facts["batch"] or _sliced(rank) for rank in run.ranks):
@@ -66,8 +57,7 @@ def _overlap(run: Run) -> Iterator[Finding]:
     other = min(read[1:], key=lambda rows: len(rows & read[0]))  # if it shares rows, all ranks do
     # Two random parts of one data set have about this many rows in common.
     common, expected = len(other & read[0]), len(other) * len(read[0]) / whole
-    usual = loaders[0]["inner"] in ("RandomSampler", "SequentialSampler")
-    if expected < 8 or common < 0.5 * expected or not (usual or expected > 0.9 * whole):
+    if expected < 8 or common < 0.5 * expected:
         return
     yield finding(
         "same_data_on_ranks",
@@ -93,18 +83,10 @@ def _sliced(rank: Rank) -> bool:
     Rows of a forward are those of its largest input; without a wrapper, those of a loss. Many more
     rows than the batch has are other units (tokens), which tells nothing.
     """
-    seen = [
-        shape[0]
-        for fact in rank.windows
-        for group in fact["inputs"]
-        for *_, shape in group
-        if shape
-    ] or [
-        term["rows"]
-        for fact in rank.windows
-        for backward in fact["backwards"]
-        for term in backward.get("terms", ())
-    ]
+    inputs = [group for fact in rank.windows for group in fact["inputs"]]
+    seen = [shape[0] for group in inputs for *_, shape in group if shape]
+    backwards = [backward for fact in rank.windows for backward in fact["backwards"]]
+    seen = seen or [term["rows"] for one in backwards for term in one.get("terms", ())]
     size = max(batch["size"] for batch in rank.facts["batch"])
     return not seen or not 0.75 * size <= max(seen) <= 2.5 * size
 
@@ -116,11 +98,7 @@ def datasets_differ(run: Run, steps: list[Step]) -> Iterator[Finding]:
     Right if each rank loads its own part and no sampler splits it again.
     """
     loaders: list[list[LoaderFact]] = [
-        [
-            loader
-            for loader in rank.facts["loader"]
-            if loader["sharded"] and loader["content"] is not None and (loader["replicas"] or 2) > 1
-        ]
+        [one for one in rank.facts["loader"] if one["content"] and (one["replicas"] or 1) > 1]
         for rank in run.ranks
     ]
     if run.world < 2 or len(loaders) < run.world:
@@ -170,28 +148,21 @@ def epoch_order_repeats(run: Run, steps: list[Step]) -> Iterator[Finding]:
 
     Right if the sampler does not shuffle, or is only used for evaluation, or if its seed changes.
     """
-    for rank in run.ranks:
-        passes: dict[int, list[SamplerFact]] = {}
-        for fact in rank.facts["sampler"]:
-            if fact["shuffle"] and fact["grad"]:
-                passes.setdefault(fact["sampler"], []).append(fact)
-        for facts in passes.values():
-            trained = [
-                (earlier, later)
-                for earlier, later in pairwise(facts)
-                if later["backwards"] > earlier["backwards"]
-                and (earlier["epoch"], earlier["seed"]) == (later["epoch"], later["seed"])
-            ]
-            if trained and len(trained) == len(facts) - 1:
-                yield finding(
-                    "epoch_order_repeats",
-                    f"Rank {rank.rank}: the sampler started {len(facts)} training epochs, all with "
-                    f"epoch = {facts[0]['epoch']}: every epoch has the same order and the same "
-                    f"split between the ranks.",
-                    facts[1]["place"],
-                    "sampler.set_epoch(epoch) at the start of every epoch.",
-                )
-                return
+    facts = [fact for rank in run.ranks[:1] for fact in rank.facts["sampler"]]
+    for sampler in dict.fromkeys(fact["sampler"] for fact in facts):
+        own = [f for f in facts if f["sampler"] == sampler and f["shuffle"] and f["grad"]]
+        orders = {(fact["epoch"], fact["seed"]) for fact in own}
+        trained = all(later["backwards"] > one["backwards"] for one, later in pairwise(own))
+        if len(own) > 1 and len(orders) == 1 and trained:
+            yield finding(
+                "epoch_order_repeats",
+                f"The sampler started {len(own)} training epochs, all with epoch = "
+                f"{own[0]['epoch']}: every epoch has the same order and the same split between the "
+                f"ranks.",
+                own[1]["place"],
+                "sampler.set_epoch(epoch) at the start of every epoch.",
+            )
+            return
 
 
 @rule("world_size_one")
@@ -204,26 +175,21 @@ def world_size_one(run: Run, steps: list[Step]) -> Iterator[Finding]:
     for rank in run.ranks:
         groups = rank.facts["group"]
         world = groups[-1]["world"] if groups else 1
-        samplers = [
-            (fact["replicas"], fact["place"])
-            for fact in (*rank.facts["sampler"], *rank.facts["loader"])
-            if (fact["replicas"] or 0) > world
-        ]
-        if samplers:
-            replicas, place = samplers[-1]
+        for fact in reversed((*rank.facts["sampler"], *rank.facts["loader"])):
+            if (fact["replicas"] or 0) <= world:
+                continue
             left = rank.process["environment"].get("LOCAL_RANK")
             yield finding(
                 "world_size_one",
-                f"Rank {rank.rank}: the sampler gives this process 1/{replicas} of the data, but "
-                f"its process group has {world} rank{'s' * (world != 1)}."
+                f"Rank {rank.rank}: the sampler gives this process 1/{fact['replicas']} of the "
+                f"data, but its process group has {world} rank{'s' * (world != 1)}."
                 + (f" LOCAL_RANK={left} was in the environment." if left is not None else ""),
-                place,
+                fact["place"],
                 "Start all ranks (torchrun, or devices=N in a fresh process). If an earlier run in "
                 "this process set LOCAL_RANK, run the second one in its own process.",
             )
             return
-    environment = run.ranks[0].process["environment"] if run.ranks else {}
-    claimed = int(environment.get("WORLD_SIZE", "1") or 1)
+    claimed = int(run.ranks[0].process["environment"].get("WORLD_SIZE") or 1) if run.ranks else 1
     if claimed > 1 and run.world == 1 and run.ranks[0].windows:
         yield finding(
             "world_size_one",

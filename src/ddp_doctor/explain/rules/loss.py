@@ -4,7 +4,6 @@ What is seen are counts of items, the gradients that arrive at a loss function's
 numbers that the script multiplies or divides by. What the loss is meant to be is not seen.
 """
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +11,7 @@ from dataclasses import replace
 from ddp_doctor.explain.findings import MICRO_BATCHES, Finding, Prediction, finding, rule
 from ddp_doctor.explain.numbers import alike, near, number
 from ddp_doctor.explain.rules.pairs import gathers_of
-from ddp_doctor.explain.steps import Entry, Step, Term, by_optimizer, is_literal, usual_length
+from ddp_doctor.explain.steps import Entry, Step, Term, firsts
 from ddp_doctor.facts.merged import Run, so_far
 from ddp_doctor.facts.types import CollectiveFact, ScalingFact, uneven
 
@@ -21,7 +20,6 @@ WORLD = re.compile(
     r"num_devices|nproc|replicas|workers|\bsize\b|\bW\b|\bws\b",
     re.IGNORECASE,
 )
-FEW = 0.3  # of the observed steps
 WITHIN_A_RANK = Prediction("other weights", outside="how a rank's own micro-batches are weighed")
 
 
@@ -38,46 +36,39 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
         ("unequal_denominators_accumulation", "micro-batches"),
     ):
         found = [
-            (max(weights) / min(weights), step, term, parts, divisors)
+            (max(weights) / min(weights), step, term, parts, by)
             for step in steps
             for term in step.terms
             if term.is_loss or term is step.main
             for parts in (_groups(step, term, what) if run.weighed or what != "ranks" else ())
-            for divisors in [_divided_by(step, parts) if what == "ranks" else []]
-            for weights in [_own_weights(term, parts, divisors)]
+            for by in [_divided_by(step, parts) if what == "ranks" else []]
+            for weights in [_own_weights(term, parts, by)]
             if max(weights) / min(weights) > 1.003
         ]
         if not found:
             continue
         worst = max(found, key=lambda case: case[0])
-        firsts = [case for case in found if _is_first(case[1], steps)]
-        ratio, step, term, parts, divisors = firsts[0] if firsts else worst
+        compared = [id(step) for step in firsts(steps)]
+        early = [case for case in found if id(case[1]) in compared]
+        ratio, step, term, parts, by = early[0] if early else worst
+        predicts = _shares(parts) if what == "ranks" else WITHIN_A_RANK
+        if not early:
+            predicts = replace(predicts, outside=predicts.outside or "later steps")
         seen = len({case[1].window.n for case in found})
         counts = ", ".join(number(one.count) for one in parts[:8])
-        how = "and each has the same weight"
-        if divisors:
-            how = f"and each is divided by a number of its own, {', '.join(map(number, divisors))}"
+        how = "has the same weight"
+        if by:
+            how = f"is divided by a number of its own, {', '.join(map(number, by[:8]))}"
         yield finding(
             code,
-            f"Step {step.window.n}: the {what}' losses are over {counts} items, {how}: the items "
-            f"of one count {ratio:.2f} times as much as those of another. Seen in {seen} of "
-            f"{len(steps)} observed steps.",
+            f"Step {step.window.n}: the {what}' losses are over {counts} items, and each {how}: "
+            f"the items of one count {ratio:.2f} times as much as those of another. Seen in {seen} "
+            f"of {len(steps)} observed steps.",
             term.place,
             _global_count(step, term),
-            "note" if worst[0] < 1.02 or (len(steps) >= 3 and seen / len(steps) < FEW) else None,
-            _at(step, steps, _shares(parts)) if what == "ranks" else WITHIN_A_RANK,
+            "note" if worst[0] < 1.02 or seen < 0.3 * len(steps) else None,
+            predicts,
         )
-
-
-def _is_first(step: Step, steps: list[Step]) -> bool:
-    """Whether it is the first step of its optimizer: a certificate compares that one."""
-    own = [one for one in steps if one.window.optimizer == step.window.optimizer]
-    return step.window.n == own[0].window.n
-
-
-def _at(step: Step, steps: list[Step], predicts: Prediction) -> Prediction:
-    """The prediction, if a certificate can see it."""
-    return predicts if _is_first(step, steps) else replace(predicts, outside="later steps")
 
 
 def _groups(step: Step, term: Term, what: str) -> Iterator[list[Entry]]:
@@ -91,10 +82,20 @@ def _groups(step: Step, term: Term, what: str) -> Iterator[list[Entry]]:
             yield [parts for (of, _), parts in of_all.items() if of == rank]
 
 
-def _own_weights(term: Term, parts: list[Entry], divisors: list[float]) -> list[float]:
+def _divided_by(step: Step, parts: list[Entry]) -> list[float]:
+    """The number by which each rank visibly divides, and no other rank does: its count may include
+    more than the loss does, such as the label that a shift drops.
+    """
+    values = [{o["value"] for o in f["scaling"] if o["op"] == "/"} for f in step.window.facts]
+    own = [of - values[0].intersection(*values) for of in values]
+    found = [of.pop() for of in own if len(of) == 1]
+    return found if len(found) == len(parts) else []
+
+
+def _own_weights(term: Term, parts: list[Entry], by: list[float]) -> list[float]:
     """Each part's weight of an item, if each is divided by a number of its own; else equal ones.
 
-    Such a number is the count of items, so that all parts have one share; or one of `divisors`.
+    Such a number is the count of items, so that all parts have one share; or one of `by`.
     """
     counts = [one.count for one in parts]
     if len(parts) < 2 or min(counts) <= 0 or min(one.share for one in parts) <= 0:
@@ -102,18 +103,8 @@ def _own_weights(term: Term, parts: list[Entry], divisors: list[float]) -> list[
     if any(uneven(entry.fact) for entry in term.entries):
         return [1.0]  # items of one call weigh differently by design: another unit than the item
     weights = [one.share / one.count for one in parts]
-    by = divisors or counts
-    explained = alike([weight * own for weight, own in zip(weights, by, strict=True)], 0.002)
-    return weights if explained else [1.0]
-
-
-def _divided_by(step: Step, parts: list[Entry]) -> list[float]:
-    """The number by which each rank visibly divides, if these differ: a count may include more than
-    the loss does, such as the label that a shift drops.
-    """
-    values = [{o["value"] for o in _divisors(f["scaling"]).values()} for f in step.window.facts]
-    found = [of.pop() for of in values if len(of) == 1]
-    return found if len(found) == len(parts) and not alike(found, 0.003) else []
+    own = [weight * count for weight, count in zip(weights, by or counts, strict=True)]
+    return weights if alike(own, 0.002) else [1.0]
 
 
 def _shares(parts: list[Entry]) -> Prediction:
@@ -142,23 +133,9 @@ def world_size(run: Run, steps: list[Step]) -> Iterator[Finding]:
     Right if the factors cancel: a sum over the ranks of losses that are divided by the items of
     all; an average of such losses times W. Right if the loss that is meant has the factor.
     """
-    usual = {at: usual_length(own) for at, own in by_optimizer(steps).items()}
-    found: dict[str, list[Finding]] = {}
-    checked = 0
-    for step in steps:
-        term = step.main
-        measured = step.combination.kind in ("averaged", "summed", "scaled")
-        if step.window.world < 2 or not measured or not run.weighed:
-            continue
-        if term is not None and term.micros != usual[step.window.optimizer]:
-            continue  # a shorter last window
-        checked += 1
-        for one in _of_world_size(step, term):
-            predicts = one.predicts and _at(step, steps, one.predicts)
-            found.setdefault(one.code, []).append(replace(one, predicts=predicts))
-    for seen in found.values():
-        if len(seen) >= FEW * checked:
-            yield seen[0]
+    for step in firsts(steps) if run.world > 1 and run.weighed else ():
+        if step.combination.kind in ("averaged", "summed", "scaled"):
+            yield from _of_world_size(step, step.main)
 
 
 def _of_world_size(step: Step, term: Term | None) -> Iterator[Finding]:
@@ -243,14 +220,14 @@ def _of_the_loss(step: Step, term: Term, world: int, total: float | None) -> Ite
             "Multiply the loss by dist.get_world_size(), or use the mean over the items.",
             predicts=replace(once, undivided=True),
         )
-    found = _count_of_all(step, term, world)
-    if found is not None and _worldly(term, "*", world) is None:
-        divisor, counts = found
+    divisor = _count_of_all(step, term)
+    if divisor is not None and _worldly(term, "*", world) is None:
+        counts = [number(one.count) for one in term.by(lambda entry: entry.rank).values()]
         yield finding(
             "missing_world_size_factor",
             f"Step {n}: each rank's loss is a sum that is divided by {number(divisor['value'])} "
-            f"({divisor['text']}), and the ranks have {counts}. The gradients are then averaged "
-            f"over the {world} ranks, which divides by {world} again.",
+            f"({divisor['text']}), and the ranks have {', '.join(counts[:8])} items. The gradients "
+            f"are then averaged over the {world} ranks, which divides by {world} again.",
             divisor["place"],
             "Multiply the loss by dist.get_world_size(): the average divides by it again.",
             predicts=once,
@@ -258,53 +235,30 @@ def _of_the_loss(step: Step, term: Term, world: int, total: float | None) -> Ite
 
 
 def _same_weights(term: Term) -> bool:
-    each = [entry.share / entry.count for entry in term.entries if entry.count]
-    return bool(each) and alike(each)
+    return all(entry.count for entry in term.entries) and alike(
+        [entry.share / entry.count for entry in term.entries]
+    )
 
 
-def _count_of_all(step: Step, term: Term, world: int) -> tuple[ScalingFact, str] | None:
-    """A divisor of a sum that is the count of all ranks, and not of one; and the ranks' counts.
+def _count_of_all(step: Step, term: Term) -> ScalingFact | None:
+    """A divisor of a sum that is the number of items of all ranks, in the step or in one pass.
 
-    Nothing else divides or multiplies, but for the number of micro-batches. It is the number of
-    items that the loss functions count; or the ranks have other counts, all divide by one number,
-    and it is nearer to the count of all ranks than to its W-th part. A loss may sum over classes,
-    too: then its rows are counted.
+    Nothing else divides or multiplies, but for the number of micro-batches.
     """
-    weights = [entry.share / entry.count for entry in term.entries if entry.count]
-    if (
-        term.reduction == "mean"
-        or gathers_of(step.window.first)
-        or not (weights and alike(weights))
-    ):
+    if term.reduction == "mean" or gathers_of(step.window.first) or not _same_weights(term):
         return None
-    by_rank = [_divisors(fact["scaling"]) for fact in step.window.facts]
-    for place, first in by_rank[0].items():
-        if any(place not in one or one[place]["value"] != first["value"] for one in by_rank):
-            continue
-        left = weights[0] * first["value"]
-        if not (near(left, 1.0) or near(left, 1 / term.micros)):
-            continue  # more has come between, such as an all-reduce that carries gradient
-        for unit in ("items", "rows"):
-            ranks, micros = (
-                [one.count if unit == "items" else one.rows for one in term.by(key).values()]
-                for key in (lambda entry: entry.rank, lambda entry: entry.micro)
-            )
-            own = any(near(first["value"], count) for count in ranks)  # right, as it stands
-            exact = not own and any(near(first["value"], n) for n in (sum(ranks), *micros))
-            other_counts = len(ranks) == world and min(ranks) > 0 and not alike(ranks, 0.003)
-            off = abs(math.log(first["value"] / max(micros))) if other_counts else math.inf
-            if (exact and unit == "items") or off < 0.5 * math.log(world):
-                return first, f"{', '.join(map(number, ranks[:8]))} {unit}"
+    weight = term.entries[0].share / term.entries[0].count
+    by_rank, by_micro = (
+        [one.count for one in term.by(key).values()]
+        for key in (lambda entry: entry.rank, lambda entry: entry.micro)
+    )
+    for one in term.scaling:
+        divided = [near(weight * one["value"], of) for of in (1.0, 1 / term.micros)]
+        of_all = any(near(one["value"], count) for count in (sum(by_rank), *by_micro))
+        own = any(near(one["value"], count) for count in by_rank)  # right, as it stands
+        if one["op"] == "/" and any(divided) and of_all and not own:
+            return one
     return None
-
-
-def _divisors(scaling: list[ScalingFact]) -> dict[tuple[str, str], ScalingFact]:
-    """A rank's divisions by something that is no number in the source, by place and text."""
-    return {
-        (one["place"], one["text"]): one
-        for one in scaling
-        if one["op"] == "/" and one["value"] > 1 and not is_literal(one)
-    }
 
 
 def _worldly(term: Term, op: str, world: int) -> ScalingFact | None:
@@ -329,66 +283,27 @@ def own_reduction(step: Step) -> str:
     return max(calls, key=lambda call: call[0], default=(False, ""))[1]
 
 
-@rule("loss_not_divided_by_accumulation", "loss_divided_twice", "partial_window_divided_by_k")
-def micro_batches(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """The means of K micro-batches are added undivided, or each is divided by other than K.
+@rule("loss_not_divided_by_accumulation")
+def loss_not_divided_by_accumulation(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """The means of K micro-batches are added undivided.
 
-    Right if the sum is meant, as with several losses of one batch, or if the loss that is meant has
-    such a factor: with two micro-batches, a half is more often that of a square. How many
-    micro-batches a script takes is no part of what --certify compares.
+    Right if the sum is meant, as with several losses of one batch. How many micro-batches a script
+    takes is no part of what --certify compares.
     """
-    for own in by_optimizer(steps).values() if run.weighed else ():
-        usual = usual_length(own)
-        for step in own:
-            term, total = step.main, _k(step)
-            if term is None or total is None:
-                continue
-            k, short = term.micros, term.micros < usual
-            if short and near(total, k / usual):
-                fix = "Divide by the number of micro-batches in this step, or drop the last one."
-                yield _of_k("partial_window_divided_by_k", step, term, total, fix)
-            elif not short and k > 1 and near(total, k) and _other_data(step, term):
-                fix = f"loss = loss / {k} before backward (the number of accumulation steps)."
-                yield _of_k("loss_not_divided_by_accumulation", step, term, total, fix)
-            elif not short and k > 1 and near(total, 1 / k) and _divided_twice(step, term):
-                fix = f"Remove one of the two divisions by {k}."
-                yield _of_k("loss_divided_twice", step, term, total, fix)
-
-
-def _k(step: Step) -> float | None:
-    """How often the mean of a step's micro-batches is in what is back-propagated; None unless each
-    is the mean of a loss function, with one weight on every rank and in every micro-batch.
-    """
-    term = step.main
-    if term is None or term.reduction != "mean" or not term.is_loss or not _plain(term):
-        return None
-    shares = [entry.share for entry in term.entries]
-    return sum(shares) / step.window.world if alike(shares) else None
-
-
-def _of_k(code: str, step: Step, term: Term, total: float, fix: str) -> Finding:
-    k, each = term.micros, number(total / term.micros)
-    return finding(
-        code,
-        f"Step {step.window.n}: {k} micro-batch{'es' * (k != 1)}, and the mean of each arrives "
-        f"{each} times in the sum that is back-propagated: together {number(total)}, where a mean "
-        f"of all has 1.",
-        step.window.backward_place or term.place,
-        fix,
-        predicts=Prediction(f"{number(total)} times the mean", total, outside=MICRO_BATCHES),
-    )
-
-
-def _divided_twice(step: Step, term: Term) -> bool:
-    """Whether 1/K² is no coefficient of the loss: for K = 2 both divisions have to be visible."""
-    visible = [
-        one
-        for one in term.scaling
-        if (one["op"] == "/" and near(one["value"], 2))
-        or (one["op"] == "*" and near(one["value"], 0.5))
-        if not is_literal(one)
-    ]
-    return len(step.terms) == 1 if term.micros > 2 else len(visible) > 1
+    for step in firsts(steps) if run.weighed else ():
+        term = step.main
+        if term is None or term.reduction != "mean" or not term.is_loss or not _plain(term):
+            continue
+        shares = [entry.share for entry in term.entries]
+        if term.micros > 1 and alike([1.0, *shares]) and _other_data(step, term):
+            yield finding(
+                "loss_not_divided_by_accumulation",
+                f"Step {step.window.n}: {term.micros} micro-batches, and the mean of each is added "
+                f"undivided.",
+                step.window.backward_place or term.place,
+                f"loss = loss / {term.micros} before backward (the number of accumulation steps).",
+                predicts=Prediction(f"{term.micros} times the mean", outside=MICRO_BATCHES),
+            )
 
 
 def _other_data(step: Step, term: Term) -> bool:

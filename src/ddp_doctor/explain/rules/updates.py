@@ -1,125 +1,53 @@
-"""What a script does between backward and the update: clears, clips, unscales, skips, schedules."""
+"""What a script does between backward and the update: clips, unscales, skips, schedules."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
-from ddp_doctor.explain.combination import rescaled, untouched
+from ddp_doctor.explain.combination import rescaled
 from ddp_doctor.explain.findings import Finding, finding, rule
 from ddp_doctor.explain.numbers import alike, near, number
-from ddp_doctor.explain.steps import Step, by_optimizer
-from ddp_doctor.facts.merged import Run, Window, so_far
+from ddp_doctor.explain.steps import Step
+from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import ClipFact, ScheduleFact, WindowFact
 
 
-@rule("micro_batches_discarded")
-def micro_batches_discarded(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """zero_grad runs between the micro-batches of one step, so all but the last ones are lost.
+@rule("clipped_local_shards")
+def clipped_local_shards(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """Between backward and the update, each rank has scaled its own shards by another factor.
 
-    Right if the lost backwards are not micro-batches: another call made them (an attack on the
-    inputs), they see the same data (SAM), or the script keeps their gradients somewhere and writes
-    the result into `.grad`. Right if it is rare: a batch with a NaN is skipped.
-    """
-    kinds = {(one.window.n, one.window.optimizer): one.combination.kind for one in steps}
-
-    def lost(window: Window, fact: WindowFact) -> int:
-        measured = kinds.get((window.n, window.optimizer)) in ("averaged", "summed", "scaled")
-        return _lost(window, fact) if measured or untouched(fact) else 0
-
-    for windows in by_optimizer(run.complete).values():
-        for window, rank, fact, count, often in _usual(windows, lost):
-            yield finding(
-                "micro_batches_discarded",
-                f"Step {window.n}, rank {rank}: {count + len(fact['backwards'])} micro-batches ran "
-                f"backward, and zero_grad() cleared the gradients of {count} of them before the "
-                f"optimizer stepped. {often}",
-                fact["backwards"][-1]["place"],
-                "Call optimizer.zero_grad() once per step: right after optimizer.step(), or before "
-                "the first micro-batch.",
-            )
-
-
-def _usual(
-    windows: list[Window], count: Callable[[Window, WindowFact], int]
-) -> Iterator[tuple[Window, int, WindowFact, int, str]]:
-    """The first window and rank for which there is something to count, if most windows have one."""
-    found = [
-        (window, rank, fact, counted)
-        for window in windows
-        for rank, fact in window
-        if (counted := count(window, fact))
-    ]
-    seen = len({window.n for window, *_ in found})
-    if seen > 1 and 2 * seen > len(windows):
-        yield *found[0], f"Seen in {seen} of {len(windows)} observed steps."
-
-
-def _lost(window: Window, fact: WindowFact) -> int:
-    """How many micro-batches of this window zero_grad has cleared."""
-    if not fact["backwards"]:
-        return 0
-    last = fact["backwards"][-1]
-    lost = [
-        one
-        for one in fact["dropped"]
-        if one["optimizer"] == window.optimizer and one["call"] == last.get("call")
-    ]
-    inputs = [str(group) for group in fact["inputs"] if group]
-    if len(inputs) > 1:
-        return len(lost) if len(set(inputs)) == len(inputs) else 0
-    targets = [term["target"] for term in last.get("terms", ()) if "target" in term]
-    return len(lost) if all(one["targets"] and one["targets"] != targets for one in lost) else 0
-
-
-@rule("gradients_not_cleared")
-def gradients_not_cleared(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """Backward adds to the very gradients that the step before has used: nothing cleared them.
-
-    Right if a script does so on purpose, and then it changes them in between (a decay, what a
-    compression left over): only gradients that are the same as right after the step count.
-    """
-
-    def kept(window: Window, fact: WindowFact) -> int:
-        return 0 if "stepped_in_backward" in fact else window.leftover(fact)
-
-    for windows in by_optimizer(run.complete).values():
-        later = [window for window in windows[1:] if window.backwards]
-        for window, rank, fact, count, often in _usual(later, kept):
-            yield finding(
-                "gradients_not_cleared",
-                f"Step {window.n}, rank {rank}: when backward began, {count} parameters still held "
-                f"the previous step's gradient, and backward added to it. {often}",
-                fact["backwards"][0]["place"],
-                "optimizer.zero_grad() in every step: before the first backward, or right after "
-                "optimizer.step().",
-            )
-
-
-@rule("clipped_before_sync", "clipped_local_shards")
-def clipped_by_own_norms(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """The ranks' norms at a clip differ: gradients are clipped before they are combined, or each
-    rank has clipped its own shards.
-
-    Right if the norms are equal on all ranks: the gradients were combined before, or the norm is
-    that of all shards, as clip_grad_norm_ finds it for DTensors.
+    Right if the norm is that of all shards, as clip_grad_norm_ finds it for DTensors: the factors
+    are equal then.
     """
     for window in run.complete if run.world > 1 else ():
         factors = [rescaled([fact]) for fact in window.facts]
         if window.sharded and not alike(factors, 1e-3):
-            shown = "each rank has scaled its shards by a factor of its own"
-            yield _local_shards(window, shown, factors, window.first["step_place"])
-        clips = [fact["clips"] for fact in window.facts]
+            yield finding(
+                "clipped_local_shards",
+                f"Step {window.n}: the parameters are sharded, and between backward and the update "
+                f"each rank has scaled its shards by a factor of its own "
+                f"({', '.join(map(number, factors[:8]))}).",
+                window.first["step_place"],
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "
+                "model.clip_grad_norm_(limit) with FullyShardedDataParallel.",
+            )
+            return
+
+
+@rule("clipped_before_sync")
+def clipped_before_sync(run: Run, steps: list[Step]) -> Iterator[Finding]:
+    """Gradients are clipped by value, or by norms that differ on the ranks, and combined later.
+
+    Right if the norms are equal on all ranks. A note if they are below the limit.
+    """
+    for window in run.complete if run.world > 1 and not run.split else ():
+        clips = [fact["clips"] for fact in window.facts if not window.sharded]
         for ones in zip(*clips, strict=True) if len(set(map(len, clips))) == 1 else ():
-            norms = [clip["norm"] for clip in ones if clip["norm"] is not None]
+            norms = [clip["norm"] or 0.0 for clip in ones]
             by_value = ones[0]["kind"] == "value"
-            if not by_value and (len(norms) < len(ones) or alike(norms, 1e-5)):
-                continue
-            if window.sharded or run.split:
-                if not by_value and not ones[0]["sharded"]:
-                    shown = "the norms at the clip are each rank's own"
-                    yield _local_shards(window, shown, norms, ones[0]["place"])
-            elif any(_combines_later(fact, ones[0]) for fact in window.facts):
+            own = by_value or not alike(norms, 1e-5)
+            if own and any(_combines_later(fact, ones[0]) for fact in window.facts):
                 shown = f"by their norms, {', '.join(map(number, norms[:8]))}"
                 yield finding(
                     "clipped_before_sync",
@@ -128,19 +56,14 @@ def clipped_by_own_norms(run: Run, steps: list[Step]) -> Iterator[Finding]:
                     f"is not the clipped mean.",
                     ones[0]["place"],
                     "Clip after the all-reduce, right before optimizer.step().",
-                    None if by_value or any(map(_bites, ones)) else "note",
+                    None if any(map(shortens, ones)) else "note",
                 )
+                return
 
 
-def _local_shards(window: Window, what: str, numbers: list[float], place: str) -> Finding:
-    return finding(
-        "clipped_local_shards",
-        f"Step {window.n}: the parameters are sharded, and between backward and the update {what} "
-        f"({', '.join(map(number, numbers[:8]))}).",
-        place,
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "
-        "model.clip_grad_norm_(limit) with FullyShardedDataParallel.",
-    )
+def shortens(clip: ClipFact) -> bool:
+    """Whether a clip has changed gradients, as far as is known of one by value."""
+    return clip["kind"] == "value" or (clip["norm"] or 0.0) > (clip["limit"] or math.inf)
 
 
 def _combines_later(fact: WindowFact, clip: ClipFact) -> bool:
@@ -155,42 +78,6 @@ def _combines_later(fact: WindowFact, clip: ClipFact) -> bool:
         call["op"] == "all_reduce" and call.get("what") in kinds and call.get("numel", 0) > 1
         for call in fact["collectives"][clip["collectives"] :]
     )
-
-
-def _bites(clip: ClipFact) -> bool:
-    return (clip["norm"] or 0) > (math.inf if clip["limit"] is None else clip["limit"])
-
-
-@rule("clipped_per_micro_batch", "clipped_before_unscale")
-def clipped_too_early(run: Run, steps: list[Step]) -> Iterator[Finding]:
-    """A clip cuts gradients after a micro-batch that is not the last one, or while they still carry
-    the GradScaler's factor.
-
-    Right if the limit is never reached before the last micro-batch. Right if scaler.unscale_ or a
-    division comes first: the gradients are then not what backward left. Right if the limit is
-    multiplied by the scale.
-    """
-    for window in run.complete:
-        for rank, fact in window:
-            for clip in filter(_bites, fact["clips"]):
-                norm, limit = number(clip["norm"] or 0), clip["limit"] or 0
-                at, micros = f"Step {window.n}, rank {rank}:", len(fact["backwards"])
-                if clip["kind"] == "norm" and 0 < so_far(clip, window) < micros:
-                    yield finding(
-                        "clipped_per_micro_batch",
-                        f"{at} after {so_far(clip, window)} of {micros} micro-batches, a clip cut "
-                        f"the norm from {norm} to {number(limit)}.",
-                        clip["place"],
-                        "Clip once per step: after the last micro-batch, before optimizer.step().",
-                    )
-                if 1 != clip["scale"] > limit and untouched(fact):
-                    yield finding(
-                        "clipped_before_unscale",
-                        f"{at} the norm {norm} at the clip carries the loss scale "
-                        f"{number(clip['scale'])}; the limit {number(limit)} does not.",
-                        clip["place"],
-                        "scaler.unscale_(optimizer) before the clip.",
-                    )
 
 
 @rule("rank_skipped_step")

@@ -1,4 +1,4 @@
-"""Stop in the middle of an epoch, resume, and end with the bits of an uninterrupted run.
+"""Stop at any step, resume, and end with the bits of an uninterrupted run.
 
     torchrun --standalone --nproc-per-node 2 labs/programs/resume.py
     torchrun --standalone --nproc-per-node 2 labs/programs/resume.py --checkpoint /tmp/a.pt --stop 8

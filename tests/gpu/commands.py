@@ -31,7 +31,7 @@ LABS = {
 }
 """Each with its ranks. Their exit codes are their own verdicts; the first one is rehearsed."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
-WRITTEN_FOR_GPUS = "tests/doctor/scripts/written_for_gpus.py"
+WRITTEN_FOR_GPUS = "tests/gpu/written_for_gpus.py"
 CERTIFIED = {"mean": ("equal", 0), "divided twice": ("scaled", 3)}
 """By the loss of WRITTEN_FOR_GPUS: the verdict and its exit code."""
 REHEARSED = ("-k", "test_ddp_namedtuple", "-k", "test_ddp_grad_div_uneven_inputs")

@@ -46,6 +46,7 @@ from labkit.launch.scripts import project_root
 
 NAMES = tuple(PROGRAMS)
 WORLDS = (2, 3, 4)
+STOPS = "in an epoch", "at an epoch's end"  # of `resume`
 TIMEOUT = 60.0  # seconds, for one run
 _STUCK_AFTER = 4.0  # seconds
 _LARGEST_FILE = 16 * 2**20  # bytes that a rank may print, or a checkpoint may have
@@ -171,13 +172,19 @@ def check(file: Path, worlds: Sequence[int]) -> None:
 
 
 def tables_of(file: Path, program: str, seed: int, world_size: int) -> list[Table]:
-    """The table that `file` prints; for `resume` also that of a run which stopped and resumed."""
+    """The table that `file` prints; for `resume` also those of runs which stop as in `STOPS`."""
     printed, steps = run(file, world_size, seed)
     tables = [table_in(printed, program, world_size)]
-    if program != "resume":
-        return tables
-    batches = 48 // 4 // world_size  # per epoch
-    stop = batches + random.randrange(1, batches)  # in the middle of the second
+    if program == "resume":
+        batches = 48 // 4 // world_size  # per epoch
+        for stop in (batches + random.randrange(1, batches), batches):
+            printed = _resumed(file, world_size, seed, stop, steps)
+            tables.append(table_in(printed, program, world_size))
+    return tables
+
+
+def _resumed(file: Path, world_size: int, seed: int, stop: int, steps: int) -> str:
+    """What `file` prints if it stops after `stop` of its `steps` and resumes."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder, "checkpoint.pt")
         resuming = ("--checkpoint", checkpoint)
@@ -189,7 +196,7 @@ def tables_of(file: Path, program: str, seed: int, world_size: int) -> list[Tabl
         printed, after = run(file, world_size, seed, *resuming)
     if after >= steps > 0:
         raise NotYetError(f"With the checkpoint of step {stop}, it takes {after} steps again.")
-    return [*tables, table_in(printed, program, world_size)]
+    return printed
 
 
 class _Program:
@@ -284,10 +291,12 @@ def table_in(output: str, program: str, world_size: int) -> Table:
 def faults(program: str, seed: int, tables: list[Table]) -> str:
     """What is wrong in the tables of `tables_of`, in words; empty if nothing is."""
     columns, expected, tolerance = PROGRAMS[program]
-    first, last = tables[0], tables[-1]
+    first, *resumed = tables
+    differ = (pair for pair in zip(STOPS, resumed, strict=False) if pair[1] != first)
+    place, last = next(differ, ("", first))
     hashes: list[float | str] = [*first[0]]  # what no number is, rank 0 has like all others
     wrong = [
-        (name, rank, f"{cell} if stopped and resumed, {without} without a stop")
+        (name, rank, f"{cell} if stopped {place} and resumed, {without} without a stop")
         for rank, rows in enumerate(zip(last, first, strict=True))
         for name, cell, without in zip(columns, *rows, strict=True)
         if cell != without

@@ -4,7 +4,7 @@
 
 `python -m labkit.book.chapters update` writes them into the chapters that it has run. What is
 folded, hidden, or written by a survey takes no time. An exercise takes the time of its text, and a
-fixed time for its kind.
+fixed time for its kind: a starter tagged `repair` runs, and few of its lines are wrong.
 """
 
 import itertools
@@ -77,7 +77,7 @@ def with_minutes(text: str, page: Path) -> str:
             (_of_part(page.parent / row[4], row[5]) for row in _ROUTE.finditer(text)),
             initial=0,
         )
-        times = itertools.pairwise(list(ends))
+        times = itertools.pairwise(math.ceil(end / 60) for end in ends)
         text = _ROUTE.sub(lambda row: "| {}–{} {}".format(*next(times), row[3]), text)
     return text
 
@@ -118,15 +118,19 @@ def _of_label(label: str, book: Path) -> int:
     raise ValueError(f"the front page links to {label}, and no page has a section of this label")
 
 
-def _of_part(page: Path, what: str) -> int:
-    """Minutes for `page` "up to *Heading*" with the exercises so far, and for a program to write
-    or repair after that ("Then …").
+def _of_part(page: Path, what: str) -> float:
+    """Seconds for `page` up to the last heading of "stop before *Heading*" with the exercises so
+    far, "without *Heading*", and for what follows: "predict", "a bug" (a line to repair), and
+    "Then", a program to write or repair.
     """
     found = pieces(page)
     headings = [piece.heading for piece in found]
-    [until] = re.findall(r"up to \*(.+?)\*", what)
-    read = sum(piece.seconds for piece in found[: headings.index(until)])
-    return math.ceil((read + PROGRAM * ("Then " in what)) / 60)
+    *_, until = re.findall(r"stop before \*(.+?)\*", what)
+    left_out = re.findall(r"without \*(.+?)\*", what)
+    before = found[: headings.index(until)]
+    read = sum(piece.seconds for piece in before if piece.heading not in left_out)
+    kinds = {"predict": PREDICTION, "a bug": QUESTION, "Then ": PROGRAM}
+    return read + sum(time for kind, time in kinds.items() if kind in what)
 
 
 class _Reader:
@@ -140,7 +144,8 @@ class _Reader:
         if cell.cell_type == "markdown":
             yield from self._text(cell.source)
         elif not self.solution and self.exercise:
-            if "starter" in cell.metadata.get("tags", []):
+            tags = cell.metadata.get("tags", [])
+            if "starter" in tags and "repair" not in tags:
                 yield self._piece(PROGRAM - QUESTION)
         elif not self.solution:
             yield self._piece(_seconds_of_code(cell))

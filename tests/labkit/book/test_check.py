@@ -37,21 +37,25 @@ def rows_of_versions(
             names = {"__name__": "program"}
             exec(compile(text, f"{program} {number}", "exec"), names)
             function = names["evaluate" if program == "evaluate" else "train"]
-            stop = 48 // 4 // world_size + 1
-            checkpoint = folder / f"{number}-{seed}.pt"
+            batches = 48 // 4 // world_size
             runs: list[Any] = [seed]
             if program == "resume":
                 run = argparse.Namespace
+                stops = batches + 1, batches
+                checkpoints = {at: folder / f"{number}-{seed}-{at}.pt" for at in stops}
                 runs = [
                     run(seed=seed, checkpoint=path, stop=at)
-                    for path, at in ((None, None), (checkpoint, stop), (checkpoint, None))
+                    for path, at in (
+                        (None, None),
+                        *((checkpoints[stop], at) for stop in checkpoints for at in (stop, None)),
+                    )
                 ]
             rows: list[Any] = []
             for argument in runs:
                 dist.barrier()  # rank 0 has written the checkpoint
                 try:
                     rows.append(function(argument, rank, world_size))
-                except RuntimeError as error:
+                except (RuntimeError, UnboundLocalError) as error:
                     rows.append(str(error))
             found.append([row for row in rows if row])
     return found
@@ -104,16 +108,30 @@ def test_a_resume_with_a_bug_is_compared_with_the_run_that_does_not_stop(checkou
     said = call(monkeypatch, "--ranks", 3, "notebooks/resume_8.py")
     assert "On 3 ranks, with --seed " in said
     assert "every rank, moved: " in said
-    assert "if stopped and resumed" in said
+    assert "if stopped in an epoch and resumed" in said
     assert "Look at what the checkpoint has of the model, the optimizer" in said
 
 
-def test_a_program_that_is_right_on_two_and_on_three_ranks_only_is_seen(checkout, monkeypatch):
-    file = checkout / "labs/programs/log_mean.py"
-    file.write_text(
-        file.read_text().replace("loss_sum * world_size", "loss_sum * min(world_size, 3)")
-    )
-    assert call(monkeypatch, file).startswith("Not yet. On 4 ranks, with --seed ")
+RANKS_BUT_0_DROP = "< sampler.total_size - world_size * (rank > 0)"
+LAST_RANK_DROPS = "< sampler.total_size - world_size * (rank + 1 == world_size)"
+
+
+@pytest.mark.parametrize(
+    ("program", "right", "wrong", "ranks"),
+    [
+        ("log_mean", "loss_sum * world_size", "loss_sum * min(world_size, 3)", 4),
+        ("evaluate", "< len(data)", RANKS_BUT_0_DROP, 3),
+        ("evaluate", "< len(data)", LAST_RANK_DROPS, 4),
+    ],
+)
+def test_a_program_that_is_right_on_fewer_ranks_only_is_seen(
+    program, right, wrong, ranks, checkout, monkeypatch
+):
+    file = checkout / f"labs/programs/{program}.py"
+    text = file.read_text()
+    assert right in text
+    file.write_text(text.replace(right, wrong))
+    assert call(monkeypatch, file).startswith(f"Not yet. On {ranks} ranks, with --seed ")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ class State:
         """The numbers that a call changed. What the script itself counts up stays so."""
         for owner, numbers in self._numbers.values():
             for name, number in numbers.items():
-                if vars(owner).get(name) != number:
+                now = vars(owner).get(name)
+                if type(now) is not type(number) or now != number:
                     self._counters.setdefault((id(owner), name), (owner, number))
         self._numbers.clear()
 

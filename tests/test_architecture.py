@@ -33,7 +33,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = (
-    Budget("src/miniddp/", 6950, 52),
+    Budget("src/miniddp/", 6900, 52),
     Budget("src/labkit/", 11450, 73),
     Budget("src/ddp_doctor/", 13950, 84),
     Budget("src/grader/", 4050, 24),

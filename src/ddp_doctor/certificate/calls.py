@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,29 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from ddp_doctor.certificate.record import StepNotes
+from ddp_doctor.certificate.samples import Record
 from ddp_doctor.facts.types import CALLS
 
-if TYPE_CHECKING:
-    from ddp_doctor.certificate.steps import Steps
-
 Hook = Callable[..., None]
+
+
+class Notebook(Protocol):
+    """Where each call is noted: `steps.Steps`."""
+
+    notes: StepNotes
+    record: Record
+    optimizers: list[Optimizer]
+    turn_of_join: int
+    combines: bool
+
+    @property
+    def turn(self) -> int: ...
+
+    @property
+    def updates(self) -> bool: ...
+
+    def note_reduction(self, numbers: Any) -> None: ...
 
 
 def hook_call(owner: Any, name: str, before: Hook | None = None, after: Hook | None = None) -> None:
@@ -39,7 +56,7 @@ def hook_call(owner: Any, name: str, before: Hook | None = None, after: Hook | N
 class Calls:
     """Replaces functions of torch by ones that note something, and call them."""
 
-    def __init__(self, steps: "Steps") -> None:
+    def __init__(self, steps: Notebook) -> None:
         self.steps = steps
         self.joins = 0  # contexts of uneven inputs that have ended
         self.may_join = False  # whether there was one

@@ -47,6 +47,7 @@ from labkit.launch.scripts import project_root
 NAMES = tuple(PROGRAMS)
 WORLDS = (2, 3, 4)
 STOPS = "in an epoch", "at an epoch's end"  # of `resume`
+CHANGED = "This file was changed: plant bugs in the one of labs/programs."
 TIMEOUT = 60.0  # seconds, for one run
 _STUCK_AFTER = 4.0  # seconds
 _LARGEST_FILE = 16 * 2**20  # bytes that a rank may print, or a checkpoint may have
@@ -118,13 +119,15 @@ def bugs_of(program: str) -> list[Bug]:
 def with_bug(text: str, bug: Bug) -> str:
     """Raises CommandError unless `text` has the bug's line once."""
     if text.count(bug.right) != 1:
-        raise CommandError("This file was changed: plant bugs in the one of labs/programs.")
+        raise CommandError(CHANGED)
     return text.replace(bug.right, bug.wrong)
 
 
 def plant(file: Path, number: int) -> str:
     """Write a copy of `file` with a bug into notebooks, which git ignores; say what to do next."""
-    program, _ = program_of(file)
+    program, of_copy = program_of(file)
+    if of_copy is not None:
+        raise CommandError(CHANGED)
     bugs = bugs_of(program)
     planted = with_bug(file.read_text(), bugs[number % len(bugs)])
     copy = project_root() / "notebooks" / f"{program}_{number}.py"

@@ -238,6 +238,8 @@ class _Ranks:
             if now == before and all(state.waits for state in now):
                 return
             before = now
+        # A rank that was ending while the others were asked is what they failed of.
+        self._collect(caller, time.monotonic() + _LOOK_EVERY)
 
     def _all_wait(self) -> bool:
         """Whether every unfinished rank waits for others, at the same place in two looks.
@@ -251,18 +253,20 @@ class _Ranks:
     def _look(self) -> list[RankState]:
         """Ask every unfinished rank for its stack, and read it."""
         before = sizes = self._sizes_of_stacks()
-        for rank in self.unfinished:
-            if self.processes[rank].is_alive():
-                os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        # Wait until every rank has answered and none is still writing, but not longer: some may
-        # be unable to.
+        asked = [self.processes[rank] for rank in self.unfinished]
+        for process in asked:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        # Wait until every rank has answered or ended and none is still writing, but not longer:
+        # some may be unable to.
         deadline = time.monotonic() + _ANSWER_WITHIN
         answered = False
         while not answered and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY / 4)
             earlier, sizes = sizes, self._sizes_of_stacks()
-            grown = (new > old for new, old in zip(sizes, before, strict=True))
-            answered = sizes == earlier and all(grown)
+            looks = zip(asked, before, sizes, strict=True)
+            done = (new > old or not process.is_alive() for process, old, new in looks)
+            answered = sizes == earlier and all(done)
         return [self._state(rank) for rank in self.unfinished]
 
     def _sizes_of_stacks(self) -> list[int]:

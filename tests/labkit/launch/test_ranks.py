@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -177,6 +178,21 @@ def test_of_a_dead_rank_and_its_victims_the_dead_one_is_named():
         said.add(str(caught.value))
     assert len(said) == 1, "a chapter that stores this text compares it"
     assert re.search(r"rank 0: waits in all_reduce, at .* line \d+: dist\.all_reduce", said.pop())
+
+
+def test_a_rank_is_named_that_takes_a_second_to_end_after_its_connections_broke():
+    def work(rank):
+        dist.barrier()
+        if rank == 1:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as a process that exits
+            for connection in psutil.Process().net_connections(kind="inet"):
+                socket.socket(fileno=connection.fd).shutdown(socket.SHUT_RDWR)
+            time.sleep(1)
+            os._exit(7)
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RanksError, match=r"rank 1 of 3 ended without a result, .*exit code 7"):
+        run_ranks(work, 3)
 
 
 def leave(how: str) -> object:

@@ -143,4 +143,4 @@ def test_without_a_barrier_rank_0s_evaluation_is_paired_with_the_others_next_for
 
 def test_without_no_grad_every_forward_of_an_evaluation_broadcasts_and_the_job_hangs():
     with pytest.raises(RanksTimeoutError):
-        run_ranks(_rank_0_evaluates_between_steps, 2, True, timeout=5, device="cpu")
+        run_ranks(_rank_0_evaluates_between_steps, 2, True, stuck_after=1, device="cpu")

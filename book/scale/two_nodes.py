@@ -45,7 +45,7 @@ class InterruptedRuns(NamedTuple):
     gone: ScriptError
 
 
-def interrupted_runs(timeout: float = 6) -> InterruptedRuns:
+def interrupted_runs(timeout: float = 3) -> InterruptedRuns:
     """Run the lab on two ranks: uninterrupted; rank 1 killed, stuck; its node lost.
 
     `timeout` is the time limit in seconds of one collective. Raises ScriptError if a

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.launch import project_root
-from labkit.launch.nodes import run_warm
+from labkit.launch.nodes import as_script, run_warm, server_with
+from labkit.launch.popen import run_forked
 
+# What a plain script finds loaded: it is one that uses Lightning.
+LIGHTNING = "pytorch_lightning.strategies.launchers.subprocess_script"
 DOCTOR = "from ddp_doctor.__main__ import main\nmain()\n"
 # Before a script: rank 0 saves its weights after each optimizer step.
 SAVING = """
@@ -83,12 +85,11 @@ def _run(
             "OMP_NUM_THREADS": "1",
             "COLUMNS": "80",
         }
+        # The report is written by a process that outlives the ranks.
+        place = 900, Path(folder), env
         if ranks is None:
-            command = [sys.executable, *command]
-            texts = {"capture_output": True, "text": True}
-            done = subprocess.run(command, cwd=folder, timeout=900, env=env, **texts)
+            done = run_forked(server_with(LIGHTNING), as_script, command, *place, 120)
         else:
             command = [f"--nproc-per-node={ranks}", *command]
-            # The report is written by a process that outlives the ranks.
-            done = run_warm(command, 900, Path(folder), env, linger=120)
+            done = run_warm(command, *place, linger=120)
         return done, json.loads(Path(folder, "report.json").read_text())

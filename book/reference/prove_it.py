@@ -1,12 +1,11 @@
 """For prove_it.ipynb: certify a script, and run a test file.
 
-The command starts a new interpreter. Here each process is a fork of one that has loaded
-torch: the same certificate in less time.
+The command and the test start new interpreters. Here each process is a fork of one that
+has loaded torch: the same certificate in less time.
 """
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from multiprocessing.connection import Connection
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddp_doctor.certificate import forks, program
-from labkit.launch.forks import forked
+from labkit.launch.forks import OF_THIS_PROCESS, forked
+from labkit.launch.popen import run_forked
 
 
 class Proof(NamedTuple):
@@ -53,11 +53,14 @@ def run_test(text: str) -> str:
         Path(folder, "test_gradients.py").write_text(text)
         options = ["--quiet", "--tb=line", "-rN"]
         options += ["-p", "no:cacheprovider", "-c", os.devnull]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, "test_gradients.py"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-        )
+        words = [*options, "test_gradients.py"]
+        place = 300, Path(folder), dict(os.environ)
+        done = run_forked(OF_THIS_PROCESS, _run_pytest, words, *place)
     printed = done.stdout.replace(f"{os.path.realpath(folder)}/", "")
     return re.sub(r" in [\d.]+s( \(.*\))?|\x1b\[\d+m", "", printed)
+
+
+def _run_pytest(options: list[str]) -> None:
+    import pytest
+
+    sys.exit(pytest.main(options))

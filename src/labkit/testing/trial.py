@@ -199,13 +199,16 @@ def full_batch_step(
     of_all: Sequence[Sequence[MicroBatch]],
     max_norm: float | None = None,
 ) -> None:
-    """The oracle: the same step in one process with the data of all ranks."""
-    items_in_step = sum(len(batch.targets) for one in of_all for batch in one)
-    for one in of_all:
-        for batch in one:
-            module.take = batch.take
-            losses = item_losses(module(batch.inputs), batch.targets)
-            (losses.sum() / items_in_step).backward()
+    """The oracle: the same step in one process with the data of all ranks, in one batch per
+    `take`.
+    """
+    batches = [batch for one in of_all for batch in one]
+    items_in_step = sum(len(batch.targets) for batch in batches)
+    for take in dict.fromkeys(batch.take for batch in batches):
+        taking = [batch for batch in batches if batch.take == take]
+        inputs, targets = (torch.cat(part) for part in zip(*(b[:2] for b in taking), strict=True))
+        module.take = take
+        (item_losses(module(inputs), targets).sum() / items_in_step).backward()
     if max_norm is not None:
         clip_grad_norm_(module.parameters(), max_norm)
 

@@ -1,6 +1,6 @@
 """Recorded steps of a small model on two ranks, for comparison with simulated ones.
 
-    python labs/benchmarks/recorded_steps.py [--rounds 5]
+    python labs/benchmarks/recorded_steps.py [--rounds 15]
 
 The stack of `labkit.scenarios.toy_steps` takes steps over a software link of 1 Gbit/s with a
 latency of 50 µs: with one message after backward (`miniddp.ladder.Flat`), and with torch's DDP and
@@ -24,7 +24,7 @@ if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and errors are printed at once.
     arguments = benchmark_parser(__doc__)
     arguments.add_argument(
-        "--rounds", type=positive, default=5, help="rounds of all ways (default 5)"
+        "--rounds", type=positive, default=15, help="rounds of all ways (default 15)"
     )
     ARGUMENTS = arguments.parse_args()
 
@@ -59,7 +59,7 @@ def length(step: Recording) -> float:
 
 
 def shortest_steps(toy: ToyStep, made: dict[str, Way], rounds: int) -> dict[str, Recording]:
-    """The shortest recorded step of each way, in `rounds` rounds of three steps each."""
+    """The shortest recorded step of each way, of one per round."""
     shortest: dict[str, Recording] = {}
     for _ in range(rounds):
         recorded = record_ways(made, toy.model, toy.inputs, GBIT_PER_S, LATENCY_US)

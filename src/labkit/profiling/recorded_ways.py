@@ -9,7 +9,6 @@ messages of all ways on the same forward and backward, so that only what they se
 
 import json
 from collections.abc import Callable, Mapping
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -25,20 +24,18 @@ from labkit.scenarios.toy_steps import loss_of
 from labkit.testing.compare import flatten, gradients
 
 Way = Callable[[nn.Module, dist.ProcessGroup], Any]
-_WARM_UP, _STEPS = 2, 3
+_STEPS = 3  # torch's DDP has rebuilt its buckets before the third
 
 
 class RecordedWay(NamedTuple):
     """What was seen of one way.
 
-    step: the shortest of three recorded steps, on both ranks.
+    step: its third step, on both ranks.
     averages: `[rank]`, the averaged gradient, flattened.
-    ms: the median length of the recorded steps on rank 0, in milliseconds.
     """
 
     step: Recording
     averages: list[Tensor]
-    ms: float
 
 
 def torch_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
@@ -53,7 +50,7 @@ def record_ways(
     gbit_per_s: float = 1,
     latency_us: float = 50,
 ) -> dict[str, RecordedWay]:
-    """Two ranks on the CPU take five steps in each way; the last three are recorded.
+    """Two ranks on the CPU take three steps in each way; the last one is recorded.
 
     Each rank has its half of `inputs`. The link between them is slowed down in software to
     `gbit_per_s` and `latency_us`.
@@ -61,13 +58,9 @@ def record_ways(
     link = {"gbit_per_s": gbit_per_s, "latency_us": latency_us}
     found = {}
     for name, make in ways.items():
-        of_ranks = run_ranks(_record, 2, make, model, inputs, _WARM_UP + _STEPS, link, device="cpu")
-        recorded = (steps[_WARM_UP:] for steps, _ in of_ranks)
-        steps = [merge(of_step) for of_step in zip(*recorded, strict=True)]
-        lengths = [step.ranks[0].end - step.ranks[0].begin for step in steps]
-        shortest = steps[lengths.index(min(lengths))]
-        averages = [average for _, average in of_ranks]
-        found[name] = RecordedWay(shortest, averages, 1e3 * median(lengths))
+        of_ranks = run_ranks(_record, 2, make, model, inputs, link, device="cpu")
+        recorded, averages = zip(*of_ranks, strict=True)
+        found[name] = RecordedWay(merge(recorded), list(averages))
     return found
 
 
@@ -119,19 +112,16 @@ def _record(
     make: Way,
     model: nn.Module,
     inputs: Tensor,
-    steps: int,
     link: dict[str, float],
-) -> tuple[list[RankRecording], Tensor]:
+) -> tuple[RankRecording, Tensor]:
     mine = inputs.chunk(world_size)[rank]
     recorder = Recorder(model, SlowLink(**link))  # its hooks come first
     averager = make(model, recorder)
-    recorded = []
-    for _ in range(steps):
+    for _ in range(_STEPS):
         model.zero_grad()
         dist.barrier()
         with recorder:
             loss_of(averager(mine)).backward()
             if hasattr(averager, "finish"):
                 averager.finish()
-        recorded.append(recorder.recorded)
-    return recorded, flatten(gradients(model))
+    return recorder.recorded, flatten(gradients(model))

@@ -111,7 +111,7 @@ def recorded(noise: float, *messages: tuple[int, int]) -> RecordedWay:
         for number, (nbytes, after) in enumerate(messages)
     )
     rank = RankRecording(0, 0.0, 9.0 * noise, ((0.0, noise),), (), sent)
-    return RecordedWay(Recording((rank,)), [torch.zeros(0)], 9e3 * noise)
+    return RecordedWay(Recording((rank,)), [torch.zeros(0)])
 
 
 def test_ways_that_send_the_same_take_the_same_time_however_noisy_their_recordings_were():

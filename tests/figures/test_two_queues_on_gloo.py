@@ -93,7 +93,7 @@ HANGS = {
 def test_where_the_figure_hangs_a_rank_waits_in_that_collective(name: str) -> None:
     assert pair_up(*HANGS[name])["end"] == "hang"
     with pytest.raises(RanksTimeoutError, match="waits in"):
-        made(*HANGS[name], stuck_after=1)
+        made(*HANGS[name], stuck_after=0.3)
 
 
 MISMATCHES = {
@@ -110,7 +110,7 @@ MISMATCHES = {
 def test_after_a_mismatch_at_least_one_rank_waits_or_is_aborted(name: str) -> None:
     assert pair_up(*MISMATCHES[name])["end"] == "mismatch"
     with pytest.raises((RanksError, RuntimeError)) as caught:
-        made(*MISMATCHES[name], stuck_after=1)
+        made(*MISMATCHES[name], stuck_after=0.3)
     assert "collectives on ranks" not in str(caught.value)
 
 

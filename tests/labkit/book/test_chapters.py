@@ -11,7 +11,7 @@ import psutil
 import pytest
 from processes import all_end, becomes
 
-from labkit.book.chapters import copy_pages, execute, execute_book, update
+from labkit.book.chapters import copy_pages, execute_book, update
 
 
 def notebook(path: Path, *sources: str) -> Path:
@@ -21,20 +21,24 @@ def notebook(path: Path, *sources: str) -> Path:
     return path
 
 
-def test_update_stores_what_the_cells_print_one_output_a_stream(tmp_path):
+def test_update_stores_what_the_cells_print_one_output_a_stream_and_a_wanted_error(tmp_path):
     source = (
         "import sys\nfor i in range(2):\n    print(i, flush=True)\n    print(i, file=sys.stderr)"
     )
-    chapter = notebook(tmp_path / "c.ipynb", "x = 6", source, "x * 7")
+    chapter = notebook(tmp_path / "c.ipynb", "x = 6", source, "x * 7", "1 / 0")
+    wanted = nbformat.read(chapter, as_version=4)
+    wanted.cells[-1].metadata.tags = ["raises-exception"]
+    nbformat.write(wanted, chapter)
     update([chapter])
-    _, printed, shown = nbformat.read(chapter, as_version=4).cells
+    _, printed, shown, raised = nbformat.read(chapter, as_version=4).cells
     assert {o.name: o.text for o in printed.outputs} == {"stdout": "0\n1\n", "stderr": "0\n1\n"}
     assert shown.outputs[0].data["text/plain"] == "42"
     assert [printed.execution_count, shown.execution_count] == [2, 3]
     assert "execution" not in printed.metadata
+    assert raised.outputs[0].ename == "ZeroDivisionError"
 
 
-def test_execute_makes_a_copy_and_leaves_the_book_alone(tmp_path):
+def test_execute_copies_the_book_and_leaves_no_stale_copy_of_a_chapter_that_fails(tmp_path):
     chapter = notebook(tmp_path / "book" / "c.ipynb", "print(6 * 7)")
     (tmp_path / "book" / "page.md").write_text("a page")
     before = chapter.read_bytes()
@@ -43,11 +47,6 @@ def test_execute_makes_a_copy_and_leaves_the_book_alone(tmp_path):
     assert copy.cells[0].outputs[0].text == "42\n"
     assert (tmp_path / "out" / "page.md").read_text() == "a page"
     assert chapter.read_bytes() == before
-
-
-def test_a_chapter_that_fails_is_named_and_leaves_no_stale_copy(tmp_path):
-    chapter = notebook(tmp_path / "book" / "c.ipynb", "print(1)")
-    execute_book(tmp_path / "book", tmp_path / "out")
     for failing, said in (
         ("raise ValueError('the reason')", "the reason"),
         ("import os; os._exit(1)", "died"),
@@ -76,14 +75,6 @@ def test_ctrl_c_says_so_and_ends_the_chapters_that_run_within_seconds(tmp_path):
         assert time.monotonic() - began < 20  # 3 on a quiet machine
         assert "Interrupted: ending the chapters that run." in running.stderr.read()
     assert all_end(kernels)
-
-
-def test_a_wanted_error_is_stored(tmp_path):
-    chapter = notebook(tmp_path / "c.ipynb", "1 / 0")
-    found = nbformat.read(chapter, as_version=4)
-    found.cells[0].metadata.tags = ["raises-exception"]
-    nbformat.write(found, chapter)
-    assert execute(chapter).cells[0].outputs[0].ename == "ZeroDivisionError"
 
 
 def test_copies_of_pages_lose_what_the_book_lost(tmp_path):

@@ -198,6 +198,7 @@ def test_a_file_that_is_no_right_program_is_told_why(name, checkout, monkeypatch
     text, said = WRITTEN[name]
     if name == "sleeps":
         monkeypatch.setattr(checks, "TIMEOUT", 3)
+    monkeypatch.setattr(checks, "_STUCK_AFTER", 0.5)
     file = checkout / "log_mean_1.py"
     file.write_text(RANKS + text)
     with pytest.raises(NotYetError, match=f"(?s){said}"):

@@ -85,12 +85,12 @@ def _changed(right: str, changes: str) -> str:
 
 def checks_of(chapter: Path) -> list[str]:
     """The names of the chapter's checks, in order."""
-    return re.findall(r"^@checker\ndef (check_\w+)", "\n".join(_cells(chapter)), re.M)
+    return re.findall(r"^@checker\ndef (check_\w+)", "\n".join(code_of(chapter)), re.M)
 
 
 def state_for(chapter: Path, check: str, sources: list[str]) -> dict[str, Any]:
     """The names that `check` and the cells `sources` find in the chapter."""
-    cells = _cells(chapter)
+    cells = code_of(chapter)
     last = next(n for n, cell in enumerate(cells) if f"@checker\ndef {check}(" in cell)
     statements = [s for cell in cells[: last + 1] for s in _statements(cell)]
     needed = {check}.union(*(s.needs for source in sources for s in _statements(source)))
@@ -114,7 +114,8 @@ def answer_in(solution: Solution, state: dict[str, Any]) -> Any:
     return names[last.targets[0].id if isinstance(last, ast.Assign) else last.name]
 
 
-def _cells(chapter: Path) -> list[str]:
+def code_of(chapter: Path) -> list[str]:
+    """The code cells of a chapter, without IPython's magic lines."""
     cells = nbformat.read(chapter, as_version=4).cells
     return [
         re.sub(r"^%.*$", "", cell.source, flags=re.M) for cell in cells if cell.cell_type == "code"

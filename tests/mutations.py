@@ -60,7 +60,6 @@ class NoMutantError(Exception):
 class Mutant(NamedTuple):
     """A wrong answer: what to do with the right one's source, and with the answer itself."""
 
-    dimension: str
     title: str
     source: str
     around: Callable[[Any], Any] = lambda answer: answer
@@ -78,7 +77,7 @@ def mutants_of(source: str) -> Iterator[Mutant]:
             place.__class__ = type(changed)
             text = ast.unparse(ast.fix_missing_locations(mutated))
             line = getattr(node, "lineno", 0)
-            yield Mutant(dimension, f"{dimension}, line {line}: {_short(node, changed)}", text)
+            yield Mutant(f"{dimension}, line {line}: {_short(node, changed)}", text)
 
 
 def _short(node: ast.AST, changed: ast.AST) -> str:
@@ -196,11 +195,11 @@ def _around(function: ast.FunctionDef) -> Iterator[Mutant]:
         places = list(WHERE) if name in ("a little more", "another last element") else None
         for where in places or ["on all ranks"]:
             around = _then(lambda args, found, change=change: change(found), where)
-            yield Mutant("result", f"result: {name}, {where}", "", around)
+            yield Mutant(f"result: {name}, {where}", "", around)
     for name, (of, damage) in DAMAGES.items():
         for where in ("on all ranks", "on the last rank") if of in held else ():
-            yield Mutant("arguments", f"arguments: {name}, {where}", "", _then(damage, where))
-    yield Mutant("calls", "calls: the second returns what the first did", "", _cached)
+            yield Mutant(f"arguments: {name}, {where}", "", _then(damage, where))
+    yield Mutant("calls: the second returns what the first did", "", _cached)
 
 
 def _then(change: Callable[[Any, Any], Any], where: str) -> Callable[[Any], Any]:

@@ -2,12 +2,10 @@
 
 import ast
 import itertools
-import re
 
-import nbformat
 import pytest
 import torch
-from exercise_cells import state_for
+from exercise_cells import code_of, state_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,11 +18,6 @@ FACTORIES = {
     f"torch.{name}"
     for name in ("tensor", "zeros", "ones", "full", "empty", "arange", "randn", "rand")
 }
-
-
-def code_of(chapter):
-    cells = nbformat.read(chapter, as_version=4).cells
-    return [re.sub(r"^%.*$", "", c.source, flags=re.M) for c in cells if c.cell_type == "code"]
 
 
 def definitions(file):

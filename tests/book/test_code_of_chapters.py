@@ -2,12 +2,11 @@
 
 import ast
 import math
-import re
 from itertools import chain
 
-import nbformat
 import pytest
 import torch
+from exercise_cells import code_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,9 +41,7 @@ def test_a_module_beside_a_chapter_is_imported_by_this_chapter_only():
     beside = {path.stem for path in MODULES}
     assert len(beside) == len(MODULES)
     for chapter in chapters_of(BOOK):
-        cells = nbformat.read(chapter, as_version=4).cells
-        code = [re.sub(r"^%.*$", "", c.source, flags=re.M) for c in cells if c.cell_type == "code"]
-        found = set().union(*map(imported_by, code)) & beside
+        found = set().union(*map(imported_by, code_of(chapter))) & beside
         assert found == ({chapter.stem} if chapter.with_suffix(".py").exists() else set()), chapter
     for module in MODULES:
         assert module.with_suffix(".ipynb").exists(), module

@@ -1,17 +1,21 @@
 """`run_ranks` for many small functions in a row: the ranks stay, with a new process group per call.
 
-A function finds the modules, the collectives, and the random numbers as they were at the start. It
-is not isolated otherwise, so only a fresh start shows what else it has left behind: ranks that
-raise, or wait for each other forever, are replaced.
+A function finds the modules, the collectives, the random numbers, and the filters of warnings as
+they were at the start, and the garbage collector on. It is not isolated otherwise, so only a fresh
+start shows what else it has left behind: ranks that raise, or wait for each other forever, are
+replaced.
 """
 
 import contextlib
+import gc
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
@@ -163,8 +167,10 @@ def _serve(rank: int, world_size: int, address: tuple[str, int], key: bytes) -> 
         try:
             fn, args = cloudpickle.loads(payload)
             bound = bind(fn, args, given)
-            reply = "returned", fn(*bound.args, **bound.kwargs)
+            with warnings.catch_warnings():
+                reply = "returned", fn(*bound.args, **bound.kwargs)
         except Exception as error:
+            error.add_note(f"Raised on rank {rank} of {world_size}:\n{traceback.format_exc()}")
             reply = "raised", error
         try:
             connection.send_bytes(cloudpickle.dumps(reply))
@@ -172,3 +178,4 @@ def _serve(rank: int, world_size: int, address: tuple[str, int], key: bytes) -> 
             connection.send_bytes(cloudpickle.dumps(("raised", RanksError(str(error)))))
         vars(dist).update(collectives)
         torch.set_rng_state(random_numbers)
+        gc.enable()

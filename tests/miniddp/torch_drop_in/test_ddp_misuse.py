@@ -20,16 +20,9 @@ from miniddp.manual import average_gradients
 from miniddp.sync_batch_norm import SyncBatchNorm
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.torch_drop_in.keywords import moved_to
+from tests.ddp_models import TwoHeads, linear
+from tests.ddp_models import rows as inputs
 from tests.on_ranks import on_ranks
-
-
-def linear() -> nn.Linear:
-    torch.manual_seed(3)
-    return nn.Linear(3, 2)
-
-
-def inputs(rank: int) -> torch.Tensor:
-    return torch.full((2, 3), float(rank + 1))
 
 
 @on_ranks(2)
@@ -43,7 +36,7 @@ def test_a_rung_built_on_a_module_that_has_one_already_averages_alone(rank):
         rung = second(module)
         rung(inputs(rank)).sum().backward()
         rung.finish()
-        assert largest_difference(gradients(module), right) == 0
+        assert largest_difference(gradients(module), right) < 1e-6
 
 
 @on_ranks(2)
@@ -72,18 +65,6 @@ def average_or_fail(failing, bucket):
 
     summed = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
     return summed.get_future().then(then)
-
-
-class TwoHeads(nn.Module):
-    """The head is chosen by the caller; the other one is unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.stem, self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
-        return getattr(self, head)(self.stem(x))
 
 
 @on_ranks(2)
@@ -149,26 +130,6 @@ def test_skipped_buckets_are_not_the_last_one_and_the_rest_is_averaged(rank):
     assert largest_difference(gradients(ddp), gradients(reference)) == 0
     # Of six buckets of one tensor each, those of head a are not sent.
     assert seen == [False, False, False, True]
-
-
-class Precisions:
-    param_dtype, reduce_dtype, buffer_dtype = torch.bfloat16, torch.float32, None
-
-
-@on_ranks(2)
-def test_mixed_precision_leaves_wide_parameters_after_skipped_buckets_and_without_gradients(rank):
-    ddp = DropIn(
-        TwoHeads(),
-        find_unused_parameters=True,
-        skip_all_reduce_unused_params=True,
-        bucket_cap_mb=1e-6,
-        mixed_precision=Precisions(),
-    )
-    ddp(inputs(rank), "a").float().sum().backward()  # b's bucket, the first one, is skipped
-    assert {parameter.dtype for parameter in ddp.parameters()} == {torch.float32}
-    with torch.no_grad():
-        ddp(inputs(rank), "a")
-    assert {tensor.dtype for tensor in ddp.state_dict().values()} == {torch.float32}
 
 
 @on_ranks(2)
@@ -238,22 +199,6 @@ def test_a_rank_without_inputs_where_a_static_graph_is_learned_takes_part_in_the
     for ours, right in zip(ddp.parameters(), full.parameters(), strict=True):
         assert (ours.grad is None) == (right.grad is None)
         assert ours.grad is None or torch.allclose(ours.grad, right.grad)
-
-
-@pytest.mark.parametrize("initial_divisor", [True, False])
-@on_ranks(2)
-def test_mixed_precision_divides_by_the_ranks_that_join_asks_for(rank, initial_divisor):
-    full = TwoHeads()
-    full(inputs(0), "b").sum().backward()
-    expected = full.b.weight.grad / (2 if initial_divisor else 1)
-    ddp = DropIn(TwoHeads(), find_unused_parameters=True, mixed_precision=Precisions())
-    with ddp.join(divide_by_initial_world_size=initial_divisor):
-        for _ in range(2 * (1 - rank)):
-            ddp.zero_grad()
-            ddp(inputs(0), "b").float().sum().backward()
-            gradient = ddp.module.b.weight.grad
-            assert gradient.dtype == torch.float32
-            torch.testing.assert_close(gradient, expected, rtol=3e-2, atol=3e-2)
 
 
 class Pair(NamedTuple):

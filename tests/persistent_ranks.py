@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import cloudpickle
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -129,6 +130,13 @@ class PersistentRanks:
         for world_size in list(self.pools):
             self._stop(world_size)
         self.folder.cleanup()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_stay() -> Iterator[None]:
+    """For a conftest.py: starting ranks takes longer than most tests do."""
+    with persistent_ranks():
+        yield
 
 
 @contextlib.contextmanager

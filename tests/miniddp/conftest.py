@@ -1,13 +1,3 @@
-"""What holds for the tests of miniddp."""
+"""The ranks of these tests stay."""
 
-from collections.abc import Iterator
-
-import pytest
-from persistent_ranks import persistent_ranks
-
-
-@pytest.fixture(autouse=True, scope="module")
-def ranks_stay() -> Iterator[None]:
-    """Starting ranks takes longer than most of these tests do."""
-    with persistent_ranks():
-        yield
+from persistent_ranks import ranks_stay  # noqa: F401, a fixture

@@ -100,7 +100,7 @@ def test_ranks_that_differ_raise_on_every_rank_at_once_and_say_where(rank, world
     assert after.item() == 0 + 1 + 2
 
 
-@on_ranks(2, device="cpu")
+@on_ranks(2, device="cpu", stuck_after=20)
 def test_a_rank_that_never_comes_is_reported_within_the_timeout(rank):
     watch = SameCollectives(timeout=2)
     if rank == 0:

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from ddp_models import Branches, loss_of
+from ddp_models import Branches, linear, loss_of, rows
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -18,16 +18,6 @@ from miniddp.data_parallel import gather
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from tests.on_ranks import on_ranks
 
-
-def linear() -> nn.Linear:
-    torch.manual_seed(5)
-    return nn.Linear(4, 3)
-
-
-def batch(rank: int, step: int = 0, size: int = 6) -> torch.Tensor:
-    return torch.randn(size, 4, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
 # Averages -----------------------------------------------------------------------------------------
 
 
@@ -36,7 +26,7 @@ def test_delayed_parameters_are_averaged_together_when_the_other_ones_gradient_a
     rank, world_size
 ):
     torch.manual_seed(1)
-    layers = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)
+    layers = nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)
     module = nn.Sequential(*layers)
     alone = copy.deepcopy(module)
     above = [(name, p) for name, p in module.named_parameters() if not name.startswith("0.")]
@@ -45,9 +35,9 @@ def test_delayed_parameters_are_averaged_together_when_the_other_ones_gradient_a
     )
     for step in range(2):
         wrapped.zero_grad()
-        wrapped(batch(rank, step)).sum().backward()
+        wrapped(rows(rank, step)).sum().backward()
     for r in range(world_size):
-        (alone(batch(r, 1)).sum() / world_size).backward()
+        (alone(rows(r, 1)).sum() / world_size).backward()
     for p, q in zip(module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
 
@@ -59,7 +49,7 @@ def test_delayed_parameters_are_averaged_together_when_the_other_ones_gradient_a
 def test_no_sync_is_decided_by_the_forward_and_survives_exceptions(rank):
     wrapped = DropIn(linear())
     own, average = (
-        torch.stack([batch(each).sum(0) for each in ranks]).mean(0).expand(3, 4)
+        torch.stack([rows(each).sum(0) for each in ranks]).mean(0).expand(2, 3)
         for ranks in ([rank], [0, 1])
     )
     with pytest.raises(KeyError), wrapped.no_sync():
@@ -67,14 +57,14 @@ def test_no_sync_is_decided_by_the_forward_and_survives_exceptions(rank):
     assert wrapped.require_backward_grad_sync
     with wrapped.no_sync():
         assert not wrapped.require_backward_grad_sync
-        output = wrapped(batch(rank))
+        output = wrapped(rows(rank))
     assert wrapped.require_backward_grad_sync
     output.sum().backward()  # outside: what counts is where the forward ran
     torch.testing.assert_close(wrapped.module.weight.grad, own)
-    wrapped(batch(rank)).sum().backward()
+    wrapped(rows(rank)).sum().backward()
     torch.testing.assert_close(wrapped.module.weight.grad, 2 * average)
     wrapped.zero_grad()
-    output = wrapped(batch(rank))
+    output = wrapped(rows(rank))
     with wrapped.no_sync():
         output.sum().backward()
     torch.testing.assert_close(wrapped.module.weight.grad, average)
@@ -83,7 +73,7 @@ def test_no_sync_is_decided_by_the_forward_and_survives_exceptions(rank):
 class WithItsScale(nn.Module):
     def __init__(self):
         super().__init__()
-        self.scale, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(4, 2)
+        self.scale, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(3, 2)
 
     def forward(self, x):
         return self.layer(x), self.scale
@@ -100,12 +90,12 @@ def test_a_parameter_that_is_itself_an_output_may_be_used_by_the_loss_or_ignored
         alone.load_state_dict(wrapped.module.state_dict())
         for step in range(3):
             wrapped.zero_grad()
-            loss_of_outputs(*wrapped(batch(rank, step))).backward()
+            loss_of_outputs(*wrapped(rows(rank, step))).backward()
             alone.zero_grad()
             for other in range(2):
-                (loss_of_outputs(*alone(batch(other, step))) / 2).backward()
+                (loss_of_outputs(*alone(rows(other, step))) / 2).backward()
             with torch.no_grad():  # nothing to gate: the caller gets the parameter itself
-                assert wrapped(batch(rank, step))[1] is wrapped.module.scale
+                assert wrapped(rows(rank, step))[1] is wrapped.module.scale
             for p, q in zip(wrapped.module.parameters(), alone.parameters(), strict=True):
                 assert (p.grad is None) == (q.grad is None)
                 assert p.grad is None or torch.allclose(p.grad, q.grad, atol=1e-6)
@@ -116,9 +106,9 @@ def test_a_parameter_that_is_itself_an_output_may_be_used_by_the_loss_or_ignored
 
 @on_ranks(2)
 def test_strict_reports_what_each_rank_lacked_in_the_step_itself_and_on_every_rank(rank):
-    torch.manual_seed(3)
     wrapped = DropIn(Branches(), strict=True)
-    inputs = batch(rank, size=12).view(4, 12)
+    torch.manual_seed(rank)
+    inputs = torch.randn(4, 12)
     inputs[0, 0] = 1.0 if rank == 0 else -1.0
     for _ in range(2):  # and again in the next step: nothing is left hanging
         with pytest.raises(RuntimeError) as caught:
@@ -131,7 +121,7 @@ def test_strict_reports_what_each_rank_lacked_in_the_step_itself_and_on_every_ra
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem, self.shared = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.stem, self.shared = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x):
         x = checkpoint(self.shared, self.stem(x), use_reentrant=True)
@@ -143,13 +133,13 @@ def test_a_second_gradient_in_one_backward_is_an_error_unless_the_graph_is_stati
     wrapped = DropIn(Twice())
     once_only = "(?s)Expected to mark a variable ready only once.*with name shared\\."
     with pytest.raises(RuntimeError, match=once_only):
-        wrapped(batch(rank)).sum().backward()
+        wrapped(rows(rank)).sum().backward()
     static, full = DropIn(Twice(), static_graph=True), Twice()
     full.load_state_dict(static.module.state_dict())
     for step in range(3):
         static.zero_grad()
-        static(batch(rank, step)).sum().backward()
-    (sum(full(batch(each, 2)).sum() for each in range(2)) / 2).backward()
+        static(rows(rank, step)).sum().backward()
+    (sum(full(rows(each, 2)).sum() for each in range(2)) / 2).backward()
     torch.testing.assert_close(static.module.shared.weight.grad, full.shared.weight.grad)
 
 
@@ -160,11 +150,11 @@ def test_a_second_gradient_in_one_backward_is_an_error_unless_the_graph_is_stati
 def test_a_backward_that_creates_a_graph_averages_like_one_that_does_not(rank):
     def of_steps(wrap, views):
         torch.manual_seed(5)
-        module = nn.Sequential(linear(), nn.Tanh(), nn.Linear(3, 2))
+        module = nn.Sequential(linear(), nn.Tanh(), nn.Linear(2, 2))
         wrapped, found = wrap(module, gradient_as_bucket_view=views), []
         for step in range(3):
             wrapped.zero_grad(set_to_none=step % 2 == 0)
-            loss = wrapped(batch(rank, step)).square().mean()
+            loss = wrapped(rows(rank, step)).square().mean()
             # torch's DDP raises with create_graph=True.
             loss.backward(create_graph=wrap is not DistributedDataParallel)
             found += [p.grad.detach().clone() for p in wrapped.parameters()]
@@ -199,8 +189,8 @@ def test_every_warning_names_the_users_line(rank):
         DropIn(linear(), broadcast_buffers=True)
         DropIn(linear(), broadcast_buffers=True, forward_sync_buffers=True)
         for wrapped in (DropIn(linear()), MiniDDP(linear())):
-            wrapped.module(batch(rank)).sum().backward()
-            wrapped(batch(rank))
+            wrapped.module(rows(rank)).sum().backward()
+            wrapped(rows(rank))
     assert [each.filename for each in caught] == [__file__] * 8
 
 

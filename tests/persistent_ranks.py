@@ -134,8 +134,11 @@ class PersistentRanks:
 
 @pytest.fixture(autouse=True, scope="module")
 def ranks_stay() -> Iterator[None]:
-    """For a conftest.py: starting ranks takes longer than most tests do."""
-    with persistent_ranks():
+    """For a conftest.py: starting ranks takes longer than most tests do.
+
+    FRESH_RANKS=1 in the environment starts them for each test, which says where a hang is.
+    """
+    with contextlib.nullcontext() if os.environ.get("FRESH_RANKS") else persistent_ranks():
         yield
 
 

@@ -45,34 +45,27 @@ def test_every_rung_obeys_the_invariants_and_two_overlap():
     assert run_ranks(work, 3, timeout=600, device="cpu") == [expected] * 3
 
 
-def test_each_rung_launches_as_many_collectives_of_as_many_bytes_as_its_docstring_says():
-    def work(rank):
-        found = []
-        kib = 1 / 1024
-        small_buckets = [partial(r, bucket_cap_mb=kib) for r in (Bucketed, BucketedOverlapped)]
-        for wrap in (PerParameter, Flat, OverlappedPerParameter, *small_buckets):
-            torch.manual_seed(0)
-            module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-            rung = wrap(module)
-            with RecordedCollectives() as watch:
-                module(torch.full((2, 16), 1.0 + rank)).sum().backward()
-                in_backward = len(watch.launched)
-                rung.finish()
-            assert {launch.op for launch in watch.launched} == {"allreduce_"}
-            found.append((in_backward, [launch.bytes for launch in watch.launched]))
-        return found
-
-    weight, bias = 16 * 16 * 4, 16 * 4
+@on_ranks(2, device="cpu")
+def test_each_rung_launches_as_many_collectives_of_as_many_bytes_as_its_docstring_says(rank):
+    weight, bias, flag = 16 * 16 * 4, 16 * 4, 4
     layers = [bias, weight] * 4
     # Of 1 KiB or a little more, with a flag for each of the two parameters.
-    buckets = [bias + weight + 2 * 4] * 4
-    for of_rank in run_ranks(work, 2, device="cpu"):
-        per_parameter, flat, overlapped, bucketed, bucketed_overlapped = of_rank
-        assert per_parameter == (0, [8, *[weight, bias] * 4])
-        assert flat == (0, [sum(layers) + 8 * 4])
-        assert overlapped == (8, [*layers, 8 * 4])
-        assert bucketed == (0, buckets)
-        assert bucketed_overlapped == (4, buckets)
+    buckets, kib = [bias + weight + 2 * flag] * 4, 1 / 1024
+    for wrap, launched_in_backward, sent in (
+        (PerParameter, 0, [8, *[weight, bias] * 4]),
+        (Flat, 0, [sum(layers) + 8 * flag]),
+        (OverlappedPerParameter, 8, [*layers, 8 * flag]),
+        (partial(Bucketed, bucket_cap_mb=kib), 0, buckets),
+        (partial(BucketedOverlapped, bucket_cap_mb=kib), 4, buckets),
+    ):
+        module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        rung = wrap(module)
+        with RecordedCollectives() as watch:
+            module(torch.full((2, 16), 1.0 + rank)).sum().backward()
+            assert len(watch.launched) == launched_in_backward
+            rung.finish()
+        assert {launch.op for launch in watch.launched} == {"allreduce_"}
+        assert [launch.bytes for launch in watch.launched] == sent
 
 
 @on_ranks(2, device="cpu")

@@ -23,7 +23,7 @@ from labkit.testing.invariants import (
     missing_counts_as_zeros,
     violations,
 )
-from labkit.testing.museum.parts import AveragingTrainer
+from labkit.testing.museum.parts import AveragingTrainer, Trainer
 from labkit.testing.overlap import communication_overlaps_backward
 from labkit.testing.watch import WrittenInFlightError, late_collectives
 from tests.on_ranks import on_ranks
@@ -52,18 +52,11 @@ def test_torchs_ddp_obeys_every_invariant_and_overlaps():
 
 @on_ranks(3, timeout=300, device="cpu")
 def test_an_implementation_that_raises_on_one_rank_is_reported_on_all_without_a_hang(rank):
-    class RaisesOnRank1:
-        def __init__(self, module):
-            self.module = module
-
+    class RaisesOnRank1(AveragingTrainer):
         def __call__(self, inputs):
             if dist.get_rank() == 1:
                 raise KeyError("no such thing")
-            return self.module(inputs)
-
-        def finish(self):
-            for parameter in self.module.parameters():
-                dist.all_reduce(parameter.grad)
+            return super().__call__(inputs)
 
     with pytest.raises(InvariantError) as caught:
         gradients_equal_full_batch(RaisesOnRank1)
@@ -173,14 +166,8 @@ def test_gradients_equal_tells_a_scale_bug_from_a_direction_bug(rank):
             assert not error.comparison.cosine > 0.99
 
 
-class SwallowsWhatIsRaised:
+class SwallowsWhatIsRaised(Trainer):
     """Rank 1 leaves one gradient out; what its collectives raise, no rank lets through."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.module(inputs)
 
     def finish(self) -> None:
         for index, parameter in enumerate(self.module.parameters()):

@@ -82,7 +82,6 @@ def compare_models(rank: int, world_size: int) -> None:
     # reduces a parameter that is used twice in two messages, and each is a rounded average.
     wider = {"mixed dtypes": 2e-2, "a parameter used twice": 1e-6}
     for name in (name for name in ALL if name not in REFUSED):
-        print(name)  # shown if the call fails, and then the last one is the culprit
         build, draw = ALL[name]
         torch.manual_seed(7)
         module = build()
@@ -114,7 +113,6 @@ def options_of(name: str) -> dict[str, Any]:
 def compare_options(rank: int, names: list[str]) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     for name in names:
-        print(name)
         kind = "transformer" if name == "bfloat16, reduced in float32" else "mlp"
         draw, seen, norms, clipped = MODELS[kind].batch, [], [], []
         for how in (fully_shard, torchs_fully_shard):
@@ -133,8 +131,8 @@ def compare_options(rank: int, names: list[str]) -> None:
             norm = clip(model.parameters(), 1e-3)
             norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
             clipped.append([whole(p.grad, p) for p in model.parameters()])
-        assert distance(*clipped).largest < 1e-6
-        assert distance(*seen).bitwise
+        assert distance(*clipped).largest < 1e-6, name
+        assert distance(*seen).bitwise, name
         assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-6)
 
 

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from tests.on_ranks import on_ranks
 
 LAYERS = 4  # of 1 MiB each: with caps of 1 MiB, one bucket a layer
 STEPS = 3
@@ -74,19 +75,19 @@ def test_a_compiled_wrapper_splits_its_graph_by_the_buckets_and_reduces_as_torch
                 assert all(map(torch.equal, of_ours, of_theirs))
 
 
+@on_ranks(2)
 def test_a_wrapper_inside_a_wrapper_gives_the_outer_one_back_to_dynamo():
-    def work(rank, world_size):
-        seen = []
+    seen = []
 
-        class Spy(nn.Linear):
-            def forward(self, x):
-                seen.append(DistributedDataParallel._get_active_ddp_module())
-                return super().forward(x)
+    class Spy(nn.Linear):
+        def forward(self, x):
+            seen.append(DistributedDataParallel._get_active_ddp_module())
+            return super().forward(x)
 
-        inner = DropIn(Spy(4, 4))
-        outer = DropIn(nn.Sequential(inner, Spy(4, 4)))
-        copy.deepcopy(outer)  # a copy is made outside of a forward
-        outer(torch.ones(2, 4)).sum().backward()
-        return [wrapper is expected for wrapper, expected in zip(seen, (inner, outer), strict=True)]
-
-    assert run_ranks(work, 2) == [[True, True]] * 2
+    inner = DropIn(Spy(4, 4))
+    outer = DropIn(nn.Sequential(inner, Spy(4, 4)))
+    copy.deepcopy(outer)  # a copy is made outside of a forward
+    outer(torch.ones(2, 4)).sum().backward()
+    assert seen[0] is inner
+    assert seen[1] is outer
+    assert len(seen) == 2

@@ -70,7 +70,7 @@ def test_every_test_that_ships_inside_torch_is_classified(
 
 
 SAMPLE = ("DataParallelCPU", "no_sync", "control_flow_d", "ignore_params_arg")
-SAMPLE += ("static_graph_api_cpu", "uneven_input_exception")
+SAMPLE += ("namedtuple", "static_graph_api_cpu", "uneven_input_exception")
 
 
 def test_a_sample_passes_on_two_ranks(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class PersistentRanks:
         until = time.monotonic() + options.get("timeout", 60)
         patience = max(STUCK, options.get("stuck_after", 0))
         waiting = {connection: rank for rank, (_, connection) in enumerate(pool)}
-        error: Exception | None = None
+        error: BaseException | None = None
         stillness = Stillness([pid for pid, _ in pool])
         while waiting:
             for connection in wait(list(waiting), 0.05):
@@ -180,7 +180,9 @@ def _serve(rank: int, world_size: int, address: tuple[str, int], key: bytes) -> 
             bound = bind(fn, args, given)
             with warnings.catch_warnings():
                 reply = "returned", fn(*bound.args, **bound.kwargs)
-        except Exception as error:
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # `pytest.raises` fails with one that is no Exception
             error.add_note(f"Raised on rank {rank} of {world_size}:\n{traceback.format_exc()}")
             reply = "raised", error
         try:

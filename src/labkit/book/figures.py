@@ -1,7 +1,6 @@
 """One style for every figure: legible on a phone, sharp on a dense screen, distinct colors."""
 
 import matplotlib.pyplot as plt
-from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 # Okabe and Ito's palette, which keeps its colors apart for color-blind readers.
 RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
@@ -11,6 +10,8 @@ WRONG = "#D55E00"
 
 def use() -> None:
     """Set the book's style for the figures of this notebook."""
+    from matplotlib_inline.backend_inline import set_matplotlib_formats  # elsewhere it may be absent
+
     set_matplotlib_formats("retina")
     plt.rcParams.update(
         {

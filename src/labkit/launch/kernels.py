@@ -56,6 +56,8 @@ def _run(options: Sequence[str]) -> None:
     if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():  # torch has read it before
         torch.set_num_threads(int(threads))
     matplotlib.rcParams["backend"] = os.environ.setdefault("MPLBACKEND", _INLINE)
+    # No debugger asks for it, and Python would compile it anew, which is most of a kernel's start.
+    sys.modules["debugpy"] = None
     sys.argv = [ipykernel_launcher.__file__, *options]
     try:
         IPKernelApp.launch_instance(kernel_class=IPythonKernel, parent_handle=os.getppid())

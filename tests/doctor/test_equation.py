@@ -115,8 +115,8 @@ def test_an_optimizer_that_steps_in_backward_with_reduced_gradients_is_no_mistak
 def test_a_gradient_that_is_no_sum_of_the_local_ones_is_not_given_a_factor() -> None:
     _, local = gradients(2, 0.5)
     run = run_of([window([4], [1.0], {"weight": 3.0, "bias": 8.0}, mine) for mine in local])
-    assert kinds(run) == ["unknown"]
-    assert "is no multiple of the sum" in lines(run)["gradients"]
+    assert kinds(run) == ["no multiple"]
+    assert "no multiple of the sum" in lines(run)["gradients"]
 
 
 @pytest.mark.parametrize(("final", "kind"), [(1.25, "averaged"), (2.5, "summed"), (3.0, "unknown")])

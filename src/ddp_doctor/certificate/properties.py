@@ -44,14 +44,9 @@ UNTRAINED = (
     "Before {}, a parameter without requires_grad differs: rank {}'s {} is not "
     "rank 0's. What a forward changes has to be combined over the ranks."
 )
-CLIPPED = (
-    "Rank 0 clips a gradient of norm {:.4g}, rank {} one of {:.4g}: it is clipped before the "
-    "ranks' gradients are combined."
-)
-CLIPPED_PARTS = (
-    "Rank 0 clips a gradient of norm {:.4g}, rank {} one of {:.4g}: each optimizer has parameters "
-    "of its own, and clips them by a norm of its own."
-)
+CLIPPED = "Rank 0 clips a gradient of norm {:.4g}, rank {} one of {:.4g}: {}."
+BEFORE = "it is clipped before the ranks' gradients are combined"
+PARTS = "each clips parameters of its own by a norm of its own"
 SUM = "With every sample twice, one process's gradient doubles, so the loss is a sum"
 
 
@@ -131,8 +126,8 @@ class Properties:
                 continue
             for norm, other in zip(reference.norms, step.norms, strict=False):
                 if abs(norm - other) > 10 * self.evidence.tolerance * abs(norm):
-                    parts = other_shapes(step.sums, reference.sums)
-                    return (CLIPPED_PARTS if parts else CLIPPED).format(norm, step.rank, other)
+                    why = PARTS if other_shapes(step.sums, reference.sums) else BEFORE
+                    return CLIPPED.format(norm, step.rank, other, why)
         return ""
 
     def _problem(self, round_: Round, reference: Round) -> str:

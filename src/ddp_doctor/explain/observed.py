@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ddp_doctor.explain.combination import FITS, Combination, rescaled
+from ddp_doctor.explain.combination import rescaled
 from ddp_doctor.explain.numbers import alike, number
 from ddp_doctor.explain.rules.combining import synchronized
 from ddp_doctor.explain.rules.updates import shortens
@@ -71,7 +71,7 @@ def _gradients(run: Run, steps: list[Step]) -> Line:
     if kind in ("averaged", "summed") and not alike(factors, 1e-3):
         text += "; then scaled by another factor in each step, as a clip does"
     elif any(map(shortens, (clip for s in steps for f in s.window.facts for clip in f["clips"]))):
-        text += "; then clipped"
+        text += "; the script clips them"
     if run.differing_scales:
         text += "; then each rank divides by its own loss scale"
     if missing := sorted(unused(run.complete)):
@@ -79,8 +79,8 @@ def _gradients(run: Run, steps: list[Step]) -> Line:
     if seen < len(steps):
         text += f" ({seen} of {len(steps)} observed steps)"
     values: dict[str, object] = {"combination": kind, "factor": step.combination.factor}
-    if step.combination.factor is None and kind not in ("not combined",):
-        values["unmeasured"] = kind != "unknown" or step.combination.residual <= FITS
+    if kind in ("in parts", "in backward", "unknown"):
+        values["unmeasured"] = True
     return Line("gradients", text, values)
 
 
@@ -97,15 +97,10 @@ def _of_kind(step: Step) -> str:
         "in parts": "the ranks step parts of a model, or models of their own: not compared",
         "in backward": f"the all-reduce at {found.place} runs inside of backward, before the "
         "doctor sees what each rank has computed",
-        "unknown": _unexplained(found),
+        "unknown": "how the ranks are combined was not seen",
+        "no multiple": "no multiple of the sum of what the ranks' backwards computed",
         "alone": f"what the one process computed{alone}",
     }[found.kind]
-
-
-def _unexplained(found: Combination) -> str:
-    if found.residual <= FITS:
-        return "how the ranks are combined was not seen"
-    return "what the optimizer gets is no multiple of the sum of what the ranks' backwards computed"
 
 
 def _in_step(run: Run) -> Line:

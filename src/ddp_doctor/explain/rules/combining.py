@@ -6,7 +6,7 @@ That they differ, or are no multiple of the sum of what the ranks computed, is m
 from collections import Counter
 from collections.abc import Iterator
 
-from ddp_doctor.explain.combination import FITS, untouched
+from ddp_doctor.explain.combination import untouched
 from ddp_doctor.explain.findings import Finding, finding, rule
 from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Run, Window, so_far
@@ -283,7 +283,7 @@ def other_than_average(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """
     found = []
     for step in steps:
-        if step.combination.kind != "unknown" or step.combination.residual <= FITS:
+        if step.combination.kind != "no multiple":
             continue
         for fact in step.window.facts:
             calls = [call for call in fact["collectives"] if _is_gradient(call)]

@@ -45,8 +45,8 @@ NO_SECOND = (
 )
 NOTHING_COMBINED = "One process and one micro-batch: nothing is combined."
 NO_RANKS = (
-    "The script ran as one process: how ranks combine their gradients is not measured. Start it "
-    "with --ranks 2, without a launcher."
+    "The script ran as one process: how ranks combine their gradients is not measured. Start two, "
+    "for example with --ranks 2."
 )
 NO_GRADIENT = (
     "The optimizers' parameters get no gradient in the first step: an optimizer may have been made "

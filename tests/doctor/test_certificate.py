@@ -40,6 +40,10 @@ ALSO: dict[str, Callable[[dict[str, Any]], bool]] = {
         found["worst"]["name"].startswith("deep.") and abs(found["worst"]["ratio"] - 2) < 1e-3
     ),
     "a_parameter_of_integers": lambda found: "had no gradient" not in notes_of(found),
+    # What is clipped by the norm of a part was combined before.
+    "parameters_that_the_ranks_share_out": lambda found: any(
+        "clips parameters of its own" in row["why"] for row in found["properties"]
+    ),
     "parts_of_what_all_draw": lambda found: SAME not in notes_of(found),
 }
 SAME = "All ranks have the same samples"

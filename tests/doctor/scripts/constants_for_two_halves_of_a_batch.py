@@ -1,4 +1,4 @@
-# equal if: cannot be joined
+# equal if: is one process's own
 target = torch.cat([torch.ones(8), torch.zeros(8)])
 for step in range(5):
     real, fake = torch.randn(8, 6) + 1, torch.randn(8, 6)

@@ -153,7 +153,7 @@ def test_on_one_node_the_lab_says_that_nothing_leaves_it_and_how_to_start_two():
     assert not re.search("nan|theory", output)
 
 
-@pytest.mark.parametrize("link", [(), ("--gbit", 1)], ids=["gloo", "slow link"])
+@pytest.mark.parametrize("link", [(), pytest.param(("--gbit", 1), marks=pytest.mark.slow)])
 def test_local_sgd_sends_one_hth_of_what_ddp_sends_and_equals_it_for_h_1(link):
     options = ("--rounds", 1, "--every", 1, 4, "--own-classes", *link)
     output = run_script("labs/less_often.py", *options, ranks=3)

@@ -9,10 +9,17 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
-from grader_notebooks import FIRST, cell, first_assignment, small_assignment, submission, write
+from grader_notebooks import (
+    FIRST,
+    cell,
+    first_assignment,
+    small_assignment,
+    submission,
+    with_checks,
+    write,
+)
 from nbclient import NotebookClient
 from nbformat import read
 from nbformat.v4 import new_notebook
@@ -114,8 +121,7 @@ def test_points_come_from_nbval_alone(verdict, score, code, tmp_path, capfd, mon
 
 
 def one_check(path):
-    assignment = read_assignment(path)
-    return replace(assignment, checks=(replace(assignment.checks[0], ranks=(2,)),))
+    return with_checks(read_assignment(path), "each_average", ranks=(2,))
 
 
 def test_where_the_grader_fails_at_one_student_the_others_keep_their_points(monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from grader_notebooks import FIRST, first_assignment, submission, write
+from grader_notebooks import FIRST, first_assignment, submission, with_checks, write
 from processes import becomes
 
 from grader.answer_key import AnswerKey, run_check
@@ -86,9 +86,6 @@ WORTHLESS = {
         "",
     ),
     "not even Python": ("Hello, grader!\x00\n", ""),
-}
-# The same, of what reaches no further than its own ranks: one sandbox serves for all of it.
-WRONG = {
     "prints what the key prints": (
         'print("2 ranks")\ndef average_each(module):\n    print("passed")\n',
         "",
@@ -139,10 +136,8 @@ HARMLESS = {
 
 
 def only_each(path: Path) -> Assignment:
-    """The assignment with the checks of `each` that show most; 5 points."""
-    assignment = read_assignment(path)
-    [average] = [one for one in assignment.checks if one.name == "each_average"]
-    return replace(assignment, checks=(replace(average, points=5, ranks=(2,), seconds=6),))
+    """The assignment with the check of `each` that shows most; 5 points."""
+    return with_checks(read_assignment(path), "each_average", points=5, ranks=(2,), seconds=6)
 
 
 @pytest.fixture(scope="module")
@@ -175,23 +170,6 @@ def test_what_earns_nothing_and_what_is_said(graded):
         if graded[name].score or graded[name].needs_human or why not in said_of(graded[name])
     }
     assert wrong == {}
-
-
-@pytest.mark.slow
-def test_what_is_wrong_earns_nothing_and_what_is_said():
-    own = only_each(FIRST)
-    submissions = [
-        (name, Submission(own.keys() | {"each": source.replace("KEY", own.keys()["each"])}))
-        for name, (source, _) in WRONG.items()
-    ]
-    with AnswerKey(own, fresh_seed()) as answer_key:
-        results = {
-            one.student: one for one in grade_together(submissions, answer_key, teachers=True)
-        }
-    assert {name: result.score for name, result in results.items()} == dict.fromkeys(WRONG, 0)
-    said = {name: said_of(result) for name, result in results.items()}
-    assert {name: said[name] for name, (_, why) in WRONG.items() if why not in said[name]} == {}
-    assert not any(result.needs_human for result in results.values())
 
 
 @pytest.mark.slow
@@ -304,10 +282,8 @@ def average_each(module, right=average_each):
 
 
 def test_what_a_check_leaves_in_its_processes_neither_costs_nor_earns_points_in_a_later_one():
-    own = first_assignment()
-    [tampered] = [replace(one, ranks=(2,)) for one in own.checks if one.name == "each_average"]
-    later = [replace(one, ranks=(2,)) for one in own.checks if one.name.startswith("flat")]
-    own = replace(own, checks=(tampered, *later))
+    checks = ("each_average", "flat_average", "flat_one_message", "flat_missing")
+    own = with_checks(first_assignment(), *checks, ranks=(2,))
     each = TAMPERING.replace("KEY", own.keys()["each"])
     submissions = {
         "the other cell is right": own.keys() | {"each": each},
@@ -318,7 +294,7 @@ def test_what_a_check_leaves_in_its_processes_neither_costs_nor_earns_points_in_
             [(name, Submission(s)) for name, s in submissions.items()], answer_key
         )
     points = [[check.score for check in result.checks[1:]] for result in results]
-    assert points == [[one.points for one in later], [0] * len(later)]
+    assert points == [[one.points for one in own.checks[1:]], [0] * 3]
 
 
 def test_a_check_that_fails_itself_is_no_verdict_on_a_student():

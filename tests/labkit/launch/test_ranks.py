@@ -100,19 +100,15 @@ def test_ranks_listen_on_the_loopback_interface_only():
 # What is shown
 
 
-def test_prints_are_shown_in_rank_order_and_marked_the_same_at_every_run(capfd):
+def test_prints_are_shown_in_rank_order_and_marked(capfd):
     def work(rank, world_size):
         time.sleep(0.02 * (world_size - rank))  # the last rank prints first
         print("one\ntwo", rank)
         print("trouble", rank, file=sys.stderr)
         os.write(1, b"from below Python\n")
 
-    shown = set()
-    for _ in range(3):
-        run_ranks(work, 3)
-        shown.add(capfd.readouterr())
-    assert len(shown) == 1
-    out, err = shown.pop()
+    run_ranks(work, 3)
+    out, err = capfd.readouterr()
     lines = ["one", "two {r}", "from below Python"]
     assert out.splitlines() == [f"[rank {r}] {x.format(r=r)}" for r in range(3) for x in lines]
     assert err.splitlines() == [f"[rank {r}] trouble {r}" for r in range(3)]

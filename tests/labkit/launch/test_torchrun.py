@@ -10,8 +10,10 @@ import pytest
 from processes import LIMITS, all_gone, becomes, processes_with
 
 from labkit.launch import nodes
-from labkit.launch.forks import start_forked
+from labkit.launch.forks import OF_THIS_PROCESS
 from labkit.launch.guard import run_guarded
+from labkit.launch.nodes import as_script
+from labkit.launch.popen import run_forked
 from labkit.launch.scripts import ScriptError, project_root, run_script
 
 # What a rank can see
@@ -81,18 +83,6 @@ def test_what_ends_one_forked_rank_is_said_and_ends_the_others(script, what, sai
     assert "had not ended" not in str(caught.value)
 
 
-def test_a_forked_rank_that_is_killed_starts_anew_with_the_others(script):
-    text = (
-        "import os, signal\n"
-        "life = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "if life == '0' and os.environ['RANK'] == '0':\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "print(f'life {life}\\n', end='', flush=True)\n"
-    )
-    output = run_script(script(text), ranks=2, max_restarts=1)
-    assert output.count("life 1") == 2
-
-
 def test_forked_ranks_that_end_well_end_the_run(script):
     text = "import os, sys\nprint('done\\n', end='', flush=True)\n"
     text += "sys.exit((None, 0, False)[int(os.environ['RANK'])])\n"
@@ -123,22 +113,16 @@ print("done with", *sys.argv[1:], os.environ["OMP_NUM_THREADS"])
 """
 
 
-def run_nodes(*words: str) -> None:
-    sys.argv = ["nodes", *words]
-    nodes.main()
-
-
 @pytest.mark.parametrize(
     ("ranks", "code", "said"),
     [(2, 3, "this lab has one rank, and not 2 --seed 7\n"), (1, 0, "done with --seed 7 1\n")],
 )
 def test_a_lab_is_the_only_one_to_speak_and_its_exit_code_is_handed_on(ranks, code, said, tmp_path):
     (tmp_path / "lab.py").write_text(LAB)
-    words = ["--lab", "--nodes=1", f"--nproc-per-node={ranks}", "lab.py", "--seed", "7"]
-    out, err = tmp_path / "out", tmp_path / "err"
-    process = start_forked(run_nodes, *words, stdout=out, stderr=err, folder=tmp_path)
-    process.join(300)
-    assert (process.exitcode, out.read_text(), err.read_text()) == (code, said, "")
+    words = [nodes.__file__, "--lab", "--nodes=1", f"--nproc-per-node={ranks}"]
+    words += ["lab.py", "--seed", "7"]
+    done = run_forked(OF_THIS_PROCESS, as_script, words, 300, tmp_path, os.environ)
+    assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
 
 
 # What is left behind: nothing

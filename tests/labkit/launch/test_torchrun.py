@@ -132,16 +132,9 @@ def test_a_lab_is_the_only_one_to_speak_and_its_exit_code_is_handed_on(ranks, co
 DAEMON = "import subprocess; subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
 
 
-@pytest.fixture
-def marker(script, monkeypatch):
-    """The value of MARKER in every process that a script starts, and in no other."""
+def test_a_run_leaves_no_process_of_a_rank_whether_it_ends_or_is_late(script, monkeypatch):
     run_script(script("pass"), ranks=1)  # starts the fork server, which outlives a run
-    marker = uuid.uuid4().hex
-    monkeypatch.setenv("MARKER", marker)
-    return marker
-
-
-def test_a_run_leaves_no_process_of_a_rank_whether_it_ends_or_is_late(script, marker):
+    monkeypatch.setenv("MARKER", marker := uuid.uuid4().hex)
     assert run_script(script(DAEMON), ranks=2) == ""
     assert processes_with(marker) == []
     name = script(DAEMON + "import time; print('waiting', flush=True); time.sleep(300)")
@@ -167,13 +160,13 @@ JOINS = "from labkit.launch.lab import join_ranks\n(ranks := join_ranks()).__ent
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        (["labkit.launch.nodes", "--nodes=1"], WAITS),  # `make lab`
-        (["torch.distributed.run"], JOINS + WAITS),
+        (["labkit.launch.nodes", "--nodes=2", "--nproc-per-node=1"], WAITS),
+        (["torch.distributed.run", "--nproc-per-node=2"], JOINS + WAITS),
     ],
 )
 def test_a_command_that_is_killed_leaves_no_agent_and_no_rank(command, text, script, tmp_path):
     (seen := tmp_path / "seen").mkdir()
-    words = [sys.executable, "-m", *command, "--nproc-per-node=2", script(text)]
+    words = [sys.executable, "-m", *command, script(text)]
     environment = {**os.environ, "MARKER": str(seen)}
     place = {"cwd": project_root(), "env": environment, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(words, **place) as process:

@@ -147,10 +147,12 @@ def test_a_run_leaves_no_process_of_a_rank_whether_it_ends_or_is_late(script, mo
     assert "waiting" in str(caught.value)
 
 
+# No rank takes the SIGINT that torch sends to those whose agent has ended.
 WAITS = """
-import os, time
+import os, signal, time
 from pathlib import Path
 
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 Path(os.environ["MARKER"], os.environ["RANK"]).touch()
 time.sleep(600)
 """

@@ -121,7 +121,7 @@ def test_a_lab_is_the_only_one_to_speak_and_its_exit_code_is_handed_on(ranks, co
     (tmp_path / "lab.py").write_text(LAB)
     words = [nodes.__file__, "--lab", "--nodes=1", f"--nproc-per-node={ranks}"]
     words += ["lab.py", "--seed", "7"]
-    done = run_forked(OF_THIS_PROCESS, as_script, words, 300, tmp_path, os.environ)
+    done = run_forked(OF_THIS_PROCESS, as_script, words, 300, tmp_path, dict(os.environ))
     assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
 
 

@@ -169,8 +169,8 @@ def test_of_a_dead_rank_and_its_victims_the_dead_one_is_named_even_if_it_ends_a_
         if rank == 1:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as a process that exits
             for connection in psutil.Process().net_connections(kind="inet"):
+                # Not the socket that listens: gloo aborts where it can accept nothing.
                 if connection.status == psutil.CONN_ESTABLISHED:
-                    # Of a copy: gloo aborts if its own file is closed while it waits for it.
                     with socket.socket(fileno=os.dup(connection.fd)) as pair:
                         pair.shutdown(socket.SHUT_RDWR)
             time.sleep(1)

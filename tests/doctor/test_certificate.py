@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,6 @@ from prove_it import prove
 
 SCRIPTS = {script.name: script for script in corpus()}
 NAMES = sorted(path.stem for path in STORED.glob("*.py") if path.stem != "start")
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.stop()
 
 
 # What else a script's certificate has to say, besides what its first line says.

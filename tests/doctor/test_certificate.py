@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 from doctor.harness.certify import certified
-from doctor.harness.runs import QUIET, SOURCES
-from doctor.harness.scripts import STORED, Stored, corpus
+from doctor.harness.runs import QUIET, SOURCES, Server
+from doctor.harness.scripts import STORED, Script, Stored, corpus
 from processes import all_gone, becomes, processes_with
 
 import ddp_doctor
 from ddp_doctor.certificate.program import exit_code
+from ddp_doctor.certificate.starts import OwnRanksError
 from ddp_doctor.facts.certificate import Certificate
 from labkit.launch.forks import ForkServer
 from prove_it import prove
@@ -247,44 +249,16 @@ def test_neither_a_process_nor_a_folder_is_left_when_the_doctor_is_killed(
     assert becomes(lambda: not list(temporary.glob("ddp-doctor*")))
 
 
-def told(tmp_path: Path, *command: str, script: str = "") -> tuple[int, str]:
-    (tmp_path / "train.py").write_text(script)
-    environment = os.environ | QUIET | {"PYTHONPATH": str(SOURCES)}
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_doctor", *command, "train.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    return done.returncode, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--certify", "--ranks", "0"], "--ranks is 0"),
-        (["--ranks", "2"], "--ranks goes with --certify"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_in_a_sentence(
-    options: list[str], text: str, tmp_path: Path
+def test_a_script_without_the_launcher_that_it_expects_gets_the_command(
+    server: Server, script: Callable[..., Script]
 ) -> None:
-    code, errors = told(tmp_path, *options)
-    assert code == 2
-    assert text in errors
+    text = 'import torch.distributed as dist\ndist.init_process_group("gloo")\n'
+    outcome = server.run(script(text, ranks=1, launch="python"), doctor=True)
+    assert outcome.codes == [1]
+    assert re.search(r"torchrun --nproc-per-node 2 -m ddp_doctor \S+train.py", outcome.errors)
 
 
-def test_a_script_without_the_launcher_that_it_expects_gets_the_command(tmp_path: Path) -> None:
-    script = 'import torch.distributed as dist\ndist.init_process_group("gloo")\n'
-    code, errors = told(tmp_path, script=script)
-    assert code == 1
-    assert "torchrun --nproc-per-node 2 -m ddp_doctor train.py" in errors
-
-
-def test_ranks_that_start_ranks_are_refused_at_once(tmp_path: Path) -> None:
-    script = Stored.of("results_that_the_main_process_waits_for").script.text
-    code, errors = told(tmp_path, "--certify", "--ranks", "2", script=script)
-    assert code == 2
-    assert "the script starts its own ranks" in errors
+def test_ranks_that_start_ranks_are_refused_at_once(forks: ForkServer) -> None:
+    script = Stored.of("results_that_the_main_process_waits_for").script
+    with pytest.raises(OwnRanksError, match="the script starts its own ranks"):
+        certified(forks, replace(script, launch="torchrun"))

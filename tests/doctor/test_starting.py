@@ -22,6 +22,8 @@ from ddp_doctor.run.folders import SITE
         (["--every", "0"], "every is 0: it counts optimizer steps; pass 1 or more."),
         (["--first", "0"], "first is 0: it counts optimizer steps; pass 1 or more."),
         (["--hang-after", "-1"], "hang_after is -1.0: pass seconds"),
+        (["--certify", "--ranks", "0"], "--ranks is 0: pass 1 or more."),
+        (["--ranks", "2"], "--ranks goes with --certify"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused_with_what_to_pass(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ddp_doctor.certificate import starts
+from ddp_doctor.certificate.child import _gather_of_one
 from ddp_doctor.certificate.fixed import Replacements
 from ddp_doctor.certificate.plan import WORLD, Part
 from ddp_doctor.certificate.program import keep_output
@@ -31,6 +32,19 @@ def what_is_fixed(rank: int) -> tuple[bool, float]:
 
 def test_synchronized_batch_norm_and_clipping_by_another_norm_are_fixed_too() -> None:
     assert run_ranks(what_is_fixed, 2) == [(True, 4.0)] * 2
+
+
+def test_what_one_process_gathers_from_itself_carries_gradient() -> None:
+    gathered: list[Any] = []
+    gather = _gather_of_one(lambda *tensors: gathered.append(tensors))
+    own, every = torch.ones(2, requires_grad=True), [torch.zeros(2)]
+    gather(every, own)
+    every[0].sum().backward()
+    assert own.grad is not None
+    assert not gathered
+    gather(every, own.detach())
+    gather([torch.zeros(2)] * 2, own)
+    assert len(gathered) == 2
 
 
 class Killed(Start):
@@ -64,8 +78,8 @@ def test_what_still_waits_once_all_ranks_have_left_is_ended(tmp_path: Path) -> N
 def test_a_long_start_says_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(starts, "WORD", 0.1)
-    monkeypatch.setattr(starts, "LIMIT", 0.5)
+    monkeypatch.setattr(starts, "WORD", 0.05)
+    monkeypatch.setattr(starts, "LIMIT", 0.1)
     said = Waits(Part(str(tmp_path), "one"), [], [{}]).wait()
     assert "did not end" in said, "and no signal has ended it, which it does not expect yet"
     assert "waiting for one process of the script, 0 s so far" in capsys.readouterr().err

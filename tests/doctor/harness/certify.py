@@ -11,6 +11,7 @@ from doctor.harness.scripts import Script
 
 from ddp_doctor.certificate import forks
 from ddp_doctor.certificate.program import measure
+from ddp_doctor.certificate.starts import OwnRanksError
 from labkit.launch.forks import ForkServer
 
 
@@ -21,7 +22,7 @@ def certified(
     timeout: float = 600.0,
     cpu: bool = False,
 ) -> dict[str, Any]:
-    """The certificate of a script, as JSON. Raises TimeoutError."""
+    """The certificate of a script, as JSON. Raises TimeoutError, and what `measure` raises."""
     with tempfile.TemporaryDirectory(prefix="doctor-") as name:
         path = Path(name) / f"{script.name}.py"
         path.write_text(script.text)
@@ -41,7 +42,10 @@ def certified_command(
     with server.forked(_certify, command, folder, ranks, cpu) as connection:
         if not connection.poll(timeout):
             raise TimeoutError(f"no certificate of {command[0]} after {timeout:g} s")
-        return dict(connection.recv())
+        answer = connection.recv()
+    if isinstance(answer, OwnRanksError):
+        raise answer
+    return dict(answer)
 
 
 def _certify(
@@ -52,5 +56,9 @@ def _certify(
     os.environ.update(QUIET | {"PYTHONPATH": str(SOURCES)})
     os.chdir(folder)
     forks.load()
-    certificate = measure(command, folder, ranks, cpu)
-    caller.send(None if certificate is None else certificate.as_json())
+    try:
+        certificate = measure(command, folder, ranks, cpu)
+    except OwnRanksError as error:
+        caller.send(error)
+    else:
+        caller.send(None if certificate is None else certificate.as_json())

@@ -60,21 +60,9 @@ def test_a_script_is_found_to_be_what_its_first_line_says(forks: ForkServer, nam
 FOUND = {
     "token_means": ("different", "0.318 : 0.682"),
     # Drawn samples, constants, and masks made row by row reach the one process.
-    **dict.fromkeys(
-        ("gan", "token_sum_times_world", "two_backwards_one_batch", "own_sync_batchnorm"),
-        ("equal", ""),
-    ),
-    "experts_with_zeros": ("not judged", "experts_with_zeros.py:47"),  # only one rank does it
-    "clip_gather_cuts_the_graph": ("different", ""),
-    "clip_gathered": ("equal", ""),
-    "local_sgd": ("different", "local SGD, different by design"),
-    "post_local_sgd": ("different", "local SGD, different by design"),
+    "own_sync_batchnorm": ("equal", ""),
     "clip_then_average": ("different", "clipped before the ranks' gradients are combined"),
-    "own_average": ("equal", ""),
-    "fsdp2": ("equal", ""),
     "fsdp2_own_clip": ("different", ""),  # each shard by a norm of its own
-    "unfreeze_and_rewrap": ("equal", "on, other parameters"),
-    "fused_backward": ("different", "Right only if"),  # and not: by design
     # Hooks that are lost after the measured step.
     "half_precision_snapshot": ("different", "From optimizer step 3 (counted from 0) on"),
 }
@@ -88,8 +76,6 @@ def test_a_script_of_the_corpus_is_found_to_be_what_it_is_with_the_reason(
     verdict, text = FOUND[name]
     assert certificate["verdict"] == verdict, certificate
     assert text in f"{certificate['why']}\n{notes_of(certificate)}"
-    later = "From optimizer step" in text
-    assert not later or certificate["ratio"] is None, "the gap between ranks is not that to one"
 
 
 def test_a_loader_with_a_mean_is_equal_in_all_properties(forks: ForkServer) -> None:
@@ -110,46 +96,21 @@ def test_accumulation_in_one_process_is_judged_by_another_deal(forks: ForkServer
 
 
 def test_rules_look_at_the_number_of_micro_batches_which_no_run_measures() -> None:
-    right, wrong = (
-        prove(Stored.of("three_micro_batches", **changes).script.text)
-        for changes in ({}, {"loss / 3": "loss"})
-    )
-    assert (right.verdict, wrong.verdict) == ("equal", "equal")
-    assert "The means of the micro-batches are added" not in right.text
-    assert "The means of the micro-batches are added" in wrong.text
+    found = prove(Stored.of("three_micro_batches", **{"loss / 3": "loss"}).script.text)
+    assert found.verdict == "equal"
+    assert "The means of the micro-batches are added" in found.text
 
 
 # What a right script is found to be once it is changed: its name, the changes, the verdict, and a
 # part of the reason.
 CHANGED: list[tuple[str, dict[str, str], str, str]] = [
     ("contrasts", {" + len(first) * dist.get_rank()": ""}, "different", ""),
-    ("marked", {"(loss * dist.get_world_size() / count)": "(loss / rows)"}, "different", ""),
-    (
-        "marked",
-        {"(loss * dist.get_world_size() / count)": "(loss / rows)", "ddp_doctor.batch(x)": "x"},
-        "not judged",
-        "ddp_doctor.batch",
-    ),
-    (
-        "passes_divided_by_ranks",
-        {"model(x), y)": 'model(x), y, reduction="sum")'},
-        "not judged",
-        "",
-    ),
-    (
-        "passes_divided_by_ranks",
-        {"/ passes": '/ (passes * int(os.environ["WORLD_SIZE"]))'},
-        "scaled",
-        "",
-    ),
-    ("passes_that_use_different_blocks", {"k == 0": "k < 2"}, "different", ""),
-    ("evaluates_between_steps", {"dist.get_world_size()": "1"}, "equal", ""),
     ("sharded_after_meta", {"manual_seed(dist.get_rank())": "manual_seed(0)"}, "equal", SAME),
     # The line of what one process cannot join, and not a parameter's line.
     ("reshaped", {"update(model(": "update(dist.get_world_size() * model("}, "not judged", "LINE"),
     # Forks that seed nothing draw other samples.
     (
-        "two_views_of_each_sample_drawn_at_once",
+        "noise_in_other_shapes",
         {"torch.manual_seed(dist.get_rank() + 1)\n": "", "torch.manual_seed(0)\n": ""},
         "equal",
         "",

@@ -99,21 +99,6 @@ for step in range(4):
     opt.step()
     opt.zero_grad()
 """,
-    "a process that a rank starts is not taken for the rank": """
-import os, subprocess, sys, tempfile
-probe = "import torch; w = torch.nn.Parameter(torch.ones(2)); o = torch.optim.SGD([w], lr=1.0)"
-probe += "; w.sum().backward(); o.step(); print('probed')"
-model = DDP(net)
-opt = torch.optim.SGD(model.parameters(), lr=0.01)
-
-for step in range(4):
-    if step == 2 and rank == 0:
-        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
-        assert done.stdout == "probed\\n", done.stderr
-    loss_of(model, batch()).backward()
-    opt.step()
-    opt.zero_grad()
-""",
     "models that are gone leave no memory behind": """
 import gc, weakref
 alive = []

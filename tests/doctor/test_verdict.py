@@ -128,10 +128,11 @@ def one_count() -> dict[str, list[dict[str, Any]]]:
 
 
 def local_sgd() -> dict[str, list[dict[str, Any]]]:
-    """Weights are the same after every second step."""
+    """The weights are averaged before steps 4 and 6."""
     steps = {OWN: [{}, RAMP]}
-    for at in range(1, 6):
-        steps[f"{LATER}_{at}"] = [{}, {"weights": {"0.0": torch.ones(4) * (1 + at % 2)}}]
+    for at in range(1, 7):
+        own = {"weights": {"0.0": torch.ones(4) * 2}} if at in (3, 5) else {}
+        steps[f"{LATER}_{at}"] = [{}, own]
     return steps
 
 
@@ -252,7 +253,11 @@ JUDGED = {
         "not judged",
         "takes no second one",
     ),
-    "clipping that does not act": ({OWN: [CLIPS] * 2, USUAL: [CLIPS] * 2}, "equal", ""),
+    "clipping that does not act": (
+        {OWN: [CLIPS] * 2, USUAL: [CLIPS] * 2},
+        "equal",
+        "One process with all samples",
+    ),
     "three ranks whose copies are right": (
         {OWN: [{"world": 3} | RAMP | LIKE_ONE, *[{"world": 3} | RAMP] * 2], COPIES: SAME},
         "different",

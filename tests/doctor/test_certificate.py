@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +105,12 @@ def test_rules_look_at_the_number_of_micro_batches_which_no_run_measures() -> No
 # part of the reason.
 CHANGED: list[tuple[str, dict[str, str], str, str]] = [
     ("contrasts", {" + len(first) * dist.get_rank()": ""}, "different", ""),
+    (
+        "passes_divided_by_ranks",
+        {"model(x), y)": 'model(x), y, reduction="sum")'},
+        "not judged",
+        "",
+    ),
     ("sharded_after_meta", {"manual_seed(dist.get_rank())": "manual_seed(0)"}, "equal", SAME),
     # The line of what one process cannot join, and not a parameter's line.
     ("reshaped", {"update(model(": "update(dist.get_world_size() * model("}, "not judged", "LINE"),
@@ -184,30 +190,46 @@ def test_a_test_of_ones_own_can_ask_for_the_certificate(lost_factor: Path) -> No
 
 
 SLEEPS = "import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(600)\n"
-IN_A_TEST = "from ddp_doctor.testing import assert_certified\nassert_certified('sleeps.py')\n"
+OF_A_SCRIPT = "from ddp_doctor.testing import assert_certified\nassert_certified('sleeps.py')\n"
+OF_FUNCTIONS = """
+from ddp_doctor.testing import assert_certified
+def make_model():
+    import sleeps
+def unused(*given):
+    return []
+if __name__ == "__main__":
+    assert_certified(make_model=make_model, backward=unused, batches=unused)
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [["-m", "ddp_doctor", "--certify", "sleeps.py"], ["test.py"]])
+@pytest.mark.parametrize(
+    ("command", "test"),
+    [
+        (["-m", "ddp_doctor", "--certify", "sleeps.py"], ""),
+        (["test.py"], OF_A_SCRIPT),
+        (["test.py"], OF_FUNCTIONS),
+    ],
+    ids=["a command", "a test of a script", "a test of functions"],
+)
 def test_neither_a_process_nor_a_folder_is_left_when_the_doctor_is_killed(
-    command: list[str], tmp_path: Path
+    command: list[str], test: str, tmp_path: Path
 ) -> None:
     (tmp_path / "sleeps.py").write_text(SLEEPS)
-    (tmp_path / "test.py").write_text(IN_A_TEST)
-    temporary, marker = tmp_path / "temporary", f"certificate-{os.getpid()}"
-    temporary.mkdir()
-    environment = {"MARKER": marker, "TMPDIR": str(temporary), "PYTHONPATH": str(SOURCES)}
-    with subprocess.Popen(
-        [sys.executable, *command], cwd=tmp_path, env=os.environ | environment
-    ) as doctor:
-        deadline = time.monotonic() + 300
-        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert len(processes_with(marker)) > 1
-        assert list(temporary.glob("ddp-doctor*"))
-        doctor.kill()
-    assert all_gone(marker)
-    assert becomes(lambda: not list(temporary.glob("ddp-doctor*")))
+    (tmp_path / "test.py").write_text(test)
+    # A short path: a server's socket lies below it.
+    with tempfile.TemporaryDirectory(prefix="k") as temporary:
+        marker = f"certificate-{os.getpid()}"
+        environment = {"MARKER": marker, "TMPDIR": temporary, "PYTHONPATH": str(SOURCES)}
+        with subprocess.Popen(
+            [sys.executable, *command], cwd=tmp_path, env=os.environ | environment
+        ) as doctor:
+            assert becomes((tmp_path / "started").exists, within=300)
+            assert len(processes_with(marker)) > 1
+            assert list(Path(temporary).glob("ddp-doctor*"))
+            doctor.kill()
+        assert all_gone(marker)
+        assert becomes(lambda: not list(Path(temporary).glob("ddp-doctor*")))
 
 
 def test_a_script_without_the_launcher_that_it_expects_gets_the_command(

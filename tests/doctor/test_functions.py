@@ -2,17 +2,8 @@
 
 import functools
 import multiprocessing
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from doctor import steps_to_certify as step
@@ -126,48 +117,3 @@ def test_ranks_that_wait_for_one_another_are_ended_and_named() -> None:
     given = {"make_model": step.ddp, "backward": step.waits, "batches": step.batches}
     with pytest.raises(NotJudgedError, match="failed"):
         assert_certified(**given, limit=1.0)
-
-
-CALLER = """
-import sys, time
-import tempfile
-import shutil
-from ddp_doctor.testing import assert_certified
-
-def make_model():
-    open({mark!r}, "a").close()
-    time.sleep(600)
-
-def unused(*given):
-    return []
-
-if __name__ == "__main__":
-    assert_certified(make_model=make_model, backward=unused, batches=unused)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_caller_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
-    mark, script = tmp_path / "mark", tmp_path / "caller.py"
-    script.write_text(CALLER.format(mark=str(mark)))
-    # A short path: the server's socket lies below it.
-    folder = Path(tempfile.mkdtemp(prefix="k"))
-    with open(tmp_path / "said", "wb") as said:
-        caller = subprocess.Popen(
-            [sys.executable, script],
-            env=os.environ | {"TMPDIR": str(folder)},
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-        )
-    until = time.monotonic() + 120
-    while not mark.exists() and caller.poll() is None and time.monotonic() < until:
-        time.sleep(0.05)
-    assert mark.exists(), (tmp_path / "said").read_text()
-    below = psutil.Process(caller.pid).children(recursive=True)
-    assert len(below) >= 4  # the guard, the server, and two ranks
-    caller.send_signal(signal.SIGKILL)
-    caller.wait()
-    assert not psutil.wait_procs(below, timeout=30)[1]
-    assert not list(folder.glob("ddp-doctor-*"))
-    shutil.rmtree(folder)

@@ -63,7 +63,10 @@ class Waits(Start):
         return subprocess.Popen(["sleep", "600"], start_new_session=True)
 
 
-def test_what_still_waits_once_all_ranks_have_left_is_ended(tmp_path: Path) -> None:
+def test_what_still_waits_once_all_ranks_have_left_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starts, "AFTER_PLAN", 0.1)
     part = Part(str(tmp_path), "ranks")
     start = Waits(part, [], [{}])
     part.path(WORLD).write_text("2")

@@ -212,6 +212,9 @@ def test_a_wrapper_of_another_library_is_recognized_by_what_it_has(
         "from miniddp import MiniDDP as DDP",
     )
     assert_right(unchanged(server, script(text)))
+    bypassed = server.run(script(text.replace("model(x)", "model.module(x)")), doctor=True)
+    assert "Step 0, rank 0: backward reached the wrapped" in codes(bypassed)["wrapper_bypassed"]
+    assert set(codes(bypassed)) == {"wrapper_bypassed", "replicas_drift"}
     hung = server.run(script(SKIPS_A_BACKWARD), doctor=True)
     assert "Rank 0 waits in backward at" in codes(hung)["hang_missing_rank"]
 

@@ -389,8 +389,10 @@ def test_ranks_whose_weights_stay_equal_combine_their_gradients_after_the_optimi
         (RAMP | {"premises": [SEEN[0], rows_of(torch.zeros(2, 3))]}, True),
         (RAMP | {"premises": [SEEN[0] | {"weights": 2.0}, SEEN[1]]}, False),
         (gradient(*range(8)), True),  # what the ranks drew as a weight
+        (RAMP | {"join_failures": ["train.py:30"]}, True),
+        (RAMP | {"numbers": ["train.py:30"]}, False),
     ],
-    ids=["other rows", "other weights", "a weight of all ranks' rows"],
+    ids=["other rows", "other weights", "a weight of all ranks' rows", "shapes", "other numbers"],
 )
 def test_one_process_is_started_again_if_it_had_other_rows_than_the_ranks_with_their_weights(
     facts: dict[str, Any], mixed_up: bool, tmp_path: Path

@@ -21,7 +21,7 @@ from typing import NoReturn
 from ddp_doctor.certificate import child
 from ddp_doctor.certificate.guard import guard
 
-# DDP and optimizers import the first, later; the last two import what each start and the verdict do.
+# DDP and optimizers import the first, later; each start imports the third, and `judge` the last.
 PRELOAD = (
     "torch._dynamo",
     "torch.distributed.tensor",

@@ -20,7 +20,6 @@ different in each run, and the columns do not agree. The thread's whole program,
 bugs, is labs/accumulate_vs_ddp_lightning.py.
 """
 
-# ruff: noqa: E402
 import argparse
 import copy
 

@@ -31,7 +31,6 @@ The exit code is 1 if a variant differs from the full batch or from torch's DDP 
 rounding, or if the ranks are not bitwise equal.
 """
 
-# ruff: noqa: E402
 import argparse
 import copy
 import json

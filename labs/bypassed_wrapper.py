@@ -22,7 +22,6 @@ With another --seed the model starts from other weights, and no printed numbers 
 exit code is 1 if a number differs from the printed one, or if the fixed replicas diverge.
 """
 
-# ruff: noqa: E402
 import argparse
 
 from labkit.launch.arguments import explained_by, parse_arguments

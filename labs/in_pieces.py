@@ -17,7 +17,6 @@ parameters' bytes, Ψ.
 The exit code is 1 if the change of the weights is wrong on any rank.
 """
 
-# ruff: noqa: E402
 import argparse
 import copy
 from collections.abc import Callable

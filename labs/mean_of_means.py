@@ -18,7 +18,6 @@ gradient on any rank. It is also 1 if the loss that `miniddp.losses.global_mean`
 for logging is not the mean over all tokens.
 """
 
-# ruff: noqa: E402
 import argparse
 import copy
 from contextlib import nullcontext

@@ -15,8 +15,6 @@ bug. Rank 0 prints one line for each:
 The exit code is 1 if the rule's gradients are not right, or if another way's are.
 """
 
-# ruff: noqa: E402
-
 from labkit.launch.arguments import explained_by, parse_arguments
 
 MESHES = ("context", "tensor", "expert", "hsdp", "pipeline")

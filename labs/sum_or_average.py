@@ -21,7 +21,6 @@ Gradients are summed by the comm hook miniddp.extras.comm_hooks.total. The exit 
 rank a ratio is not the expected one, or a distance exceeds rounding where it should not.
 """
 
-# ruff: noqa: E402
 from typing import NamedTuple
 
 from labkit.launch.arguments import explained_by, parse_arguments

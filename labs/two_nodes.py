@@ -17,7 +17,6 @@ A column that has no numbers here is left out.
 The exit code is 1 if the sums differ between ranks.
 """
 
-# ruff: noqa: E402
 import argparse
 import os
 import statistics

@@ -16,7 +16,6 @@ Without --checkpoint nothing is written, and a restart begins at step 0. Nodes w
 disk have a folder each; the newest checkpoint of any rank counts.
 """
 
-# ruff: noqa: E402
 import argparse
 import hashlib
 import os

@@ -17,7 +17,6 @@ that has all completions. It prints ratio, cosine, and the largest difference on
 code is 1 if the way named by --way misses that gradient for any loss.
 """
 
-# ruff: noqa: E402
 import argparse
 import copy
 from typing import NamedTuple

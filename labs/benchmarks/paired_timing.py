@@ -127,6 +127,11 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
+def calm(seconds: Sequence[float]) -> float:
+    """The median of the fastest quarter: of a program on a machine that was busy at times."""
+    return statistics.median(sorted(seconds)[: max(1, len(seconds) // 4)])
+
+
 def describe_machine() -> dict[str, Any]:
     """The facts about this machine that a reader of the numbers needs."""
     return {"cores": os.cpu_count(), "threads a rank": 1, "torch": torch.__version__}

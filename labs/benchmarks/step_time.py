@@ -4,6 +4,10 @@
     python labs/benchmarks/step_time.py --before ../before/src       also MiniDDP of that checkout
     python labs/benchmarks/step_time.py --only MiniDDP drop-in       only these and torch's DDP
     python labs/benchmarks/step_time.py --only fully_shard "torch fully_shard"
+    python labs/benchmarks/step_time.py --stored labs/benchmarks/results/step_time.json
+
+The ratio to torch's DDP is the median over the rounds of the two times in a round. On a busy
+machine, the *calm* ratio is better: it compares the fastest quarter of the rounds of both.
 
 With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise, which
 can exceed 2 %. Sharded modules take part only if they are named; their steps gather parameters,
@@ -27,10 +31,9 @@ gives the lower limit for any plan, max(compute, t₁ + C):
 torch's DDP runs with its defaults, with gradient views, and with each of several bucket caps. With
 `--device cuda` each rank has a GPU of its own, if there are enough, and uses NCCL. A turn then ends
 when the GPU is done. There is no slow link. This mode has not been run yet. `--json FILE` adds the
-seconds of each cell to FILE and keeps the cells that are already there; `race.py` prints them.
+seconds of each cell to FILE and keeps the cells that are already there; `--stored FILE` prints all.
 """
 
-# ruff: noqa: E402
 import argparse
 import importlib
 import itertools
@@ -80,6 +83,9 @@ if __name__ == "__main__":
         default=1,
         help="how many of each contender take turns in each round (default 1)",
     )
+    arguments.add_argument(
+        "--stored", type=Path, metavar="FILE", help="only print the cells that --json has stored"
+    )
     ARGUMENTS = arguments.parse_args()
     if ARGUMENTS.only and ARGUMENTS.json:
         arguments.error("--json stores every contender of a cell: leave out --only, or --json")
@@ -103,6 +109,7 @@ from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from paired_timing import (
     BenchmarkModel,
     benchmark_models,
+    calm,
     describe_machine,
     keep_freed_memory,
     paired_ratio,
@@ -193,8 +200,8 @@ class Alone:
     def __init__(self, track: Track) -> None:
         self.track, self.module = track, track.module()
         self.parameters = list(self.module.parameters())
-        self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
-        self.everything = torch.zeros(self.nbytes // 4, device=track.device)
+        elements = sum(parameter.numel() for parameter in self.parameters)
+        self.everything = torch.zeros(elements, device=track.device)
         self.arrivals: list[float] = []
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.arrived)
@@ -284,7 +291,7 @@ def race(
     take_turns(steps, WARM_UP, track.clear, seed, blocks)
     turns = take_turns(steps, given.rounds, track.clear, seed + 1, blocks)
     seconds, ratios = with_copies_together(turns, racing, given.copies)
-    cell = {"parameters": len(alone.parameters), "bytes": alone.nbytes, "seconds": seconds}
+    cell = {"parameters": len(alone.parameters), "seconds": seconds}
     return cell, ratios
 
 
@@ -326,20 +333,24 @@ def show(name: str, cell: dict[str, Any], ratios: dict[str, list[float]]) -> str
         if len(ratios.get(contender, [])) > 1 and contender != REFERENCE:
             ratio = mean_and_error(ratios[contender])
         median = statistics.median(taken)
-        rows.append([contender, 1e3 * median, ratio, median / least])
+        quiet = f"{calm(taken) / calm(seconds[REFERENCE]):.3f}"
+        rows.append([contender, 1e3 * median, ratio, quiet, median / least])
     notes = ""
     if set(SHARDED) <= set(seconds):
         ours, torchs = (seconds[name] for name in SHARDED)
         notes = f"\nfully_shard ÷ torch fully_shard: {paired_ratio(ours, torchs):.3f}"
     return (
-        f"{name}: {cell['parameters']} tensors, {cell['bytes'] / 1e6:.0f} MB; "
-        f"the limit is {1e3 * least:.0f} ms\n"
-        + table(["", "median ms", f"÷ {REFERENCE}", "÷ limit"], rows, digits=2)
+        f"{name}: {cell['parameters']} tensors; the limit is {1e3 * least:.0f} ms\n"
+        + table(["", "median ms", f"÷ {REFERENCE}", "calm", "÷ limit"], rows, digits=2)
         + notes
     )
 
 
 def main(given: argparse.Namespace) -> None:
+    if given.stored is not None:
+        for name, cell in json.loads(given.stored.read_text())["cells"].items():
+            print(show(name, cell, {}), end="\n\n")
+        return
     if given.quick:
         given.rounds = 2
     cells = {}

@@ -17,12 +17,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from labkit.launch.scripts import project_root
 from labkit.profiling.cost_model import MIB
 from labkit.scenarios.toy_steps import small_transformer
+from paired_timing import calm
 
 RESULTS = Path("labs/benchmarks/results")
 SCRIPT = Path("book/_static/figures/logic/bucket_timeline.js")
@@ -53,12 +53,9 @@ def stored(root: Path) -> dict[str, Any]:
 
 
 def _raced(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    calm = {
-        name: round(1e6 * median(sorted(taken)[: len(taken) // 4]))
-        for name, taken in seconds.items()
-    }
-    ways = {way: {"caps": caps, "end": calm[name]} for way, (name, caps) in RACED.items()}
-    return {"forward": calm["t1"], "backward": calm["compute"] - calm["t1"], "ways": ways}
+    us = {name: round(1e6 * calm(taken)) for name, taken in seconds.items()}
+    ways = {way: {"caps": caps, "end": us[name]} for way, (name, caps) in RACED.items()}
+    return {"forward": us["t1"], "backward": us["compute"] - us["t1"], "ways": ways}
 
 
 def written(script: str, data: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from ddp_doctor import __version__
 from ddp_doctor.facts.journal import alive, read_statuses
 from ddp_doctor.observe.session import Session
-from ddp_doctor.options import FOUND, LEVELS, UNCHECKED, Options, say
+from ddp_doctor.options import FOUND, LEVELS, MOST_RANKS, UNCHECKED, Options, say
 from ddp_doctor.run.script import problem_with, run_script
 from ddp_doctor.run.start import start
 from ddp_doctor.run.watcher import VERDICT
@@ -82,8 +82,8 @@ def main() -> None:
         options = Options(**{name: given[name] for name in names})
     except ValueError as error:
         arguments.error(str(error))
-    if given["ranks"] is not None and given["ranks"] < 1:
-        arguments.error(f"--ranks is {given['ranks']}: pass 1 or more.")
+    if given["ranks"] is not None and not 1 <= given["ranks"] <= MOST_RANKS:
+        arguments.error(f"--ranks is {given['ranks']}: pass 1 to {MOST_RANKS}.")
     if given["ranks"] is not None and not given["certify"]:
         arguments.error("--ranks goes with --certify; for a report, launch the ranks (torchrun).")
     script, its = given["script"], given["arguments"]
@@ -98,7 +98,10 @@ def main() -> None:
     if given["certify"]:
         from ddp_doctor.certificate.program import run
 
-        sys.exit(run([script, *its], given["ranks"], options))
+        try:
+            sys.exit(run([script, *its], given["ranks"], options))
+        except KeyboardInterrupt:
+            sys.exit("ddp-doctor: interrupted, without a certificate.")
     _observed(script, its, options)
 
 

@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 
 FOUND, UNCHECKED = 3, 4  # exit codes of --fail-on
+MOST_RANKS = 256  # that a certificate starts on this host
 LEVELS = {"error": ("error",), "warning": ("error", "warning")}  # what --fail-on fails for
 
 

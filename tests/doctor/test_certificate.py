@@ -18,7 +18,7 @@ from doctor.harness.scripts import STORED, Script, Stored, corpus
 from processes import all_gone, becomes, processes_with
 
 import ddp_doctor
-from ddp_doctor.certificate.program import exit_code
+from ddp_doctor.certificate.program import exit_code, keep_output
 from ddp_doctor.certificate.starts import OwnRanksError
 from ddp_doctor.facts.certificate import Certificate
 from labkit.launch.forks import ForkServer
@@ -35,6 +35,10 @@ ALSO: dict[str, Callable[[dict[str, Any]], bool]] = {
         found["worst"]["name"].startswith("deep.") and abs(found["worst"]["ratio"] - 2) < 1e-3
     ),
     "a_parameter_of_integers": lambda found: "had no gradient" not in notes_of(found),
+    # What is clipped by the norm of a part was combined before.
+    "parameters_that_the_ranks_share_out": lambda found: any(
+        "clips parameters of its own" in row["why"] for row in found["properties"]
+    ),
     "parts_of_what_all_draw": lambda found: SAME not in notes_of(found),
 }
 SAME = "All ranks have the same samples"
@@ -132,7 +136,7 @@ def test_a_script_that_is_changed_is_found_to_be_what_it_is_then(
     found = certified(forks, script)
     assert found["verdict"] == verdict, found
     lines = [n for n, line in enumerate(script.text.splitlines(), 1) if "part = tokens" in line]
-    text = f"train.py:{lines[0]} cannot be joined" if text == "LINE" else text
+    text = f"train.py:{lines[0]} is one process's own" if text == "LINE" else text
     assert text in f"{found['why']}\n{notes_of(found)}"
     assert (SAME in notes_of(found)) == (text == SAME)
 
@@ -239,6 +243,13 @@ def test_a_script_without_the_launcher_that_it_expects_gets_the_command(
     outcome = server.run(script(text, ranks=1, launch="python"), doctor=True)
     assert outcome.codes == [1]
     assert re.search(r"torchrun --nproc-per-node 2 -m ddp_doctor \S+train.py", outcome.errors)
+
+
+def test_a_certificate_is_not_lost_where_its_output_cannot_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "ranks/output").mkdir(parents=True)
+    (tmp_path / "a file").touch()
+    assert "could not keep" in keep_output(tmp_path, tmp_path / "a file/output")
+    assert keep_output(tmp_path, tmp_path / "kept").endswith(str(tmp_path / "kept"))
 
 
 def test_ranks_that_start_ranks_are_refused_at_once(forks: ForkServer) -> None:

@@ -115,8 +115,18 @@ def test_an_optimizer_that_steps_in_backward_with_reduced_gradients_is_no_mistak
 def test_a_gradient_that_is_no_sum_of_the_local_ones_is_not_given_a_factor() -> None:
     _, local = gradients(2, 0.5)
     run = run_of([window([4], [1.0], {"weight": 3.0, "bias": 8.0}, mine) for mine in local])
-    assert kinds(run) == ["unknown"]
-    assert "is no multiple of the sum" in lines(run)["gradients"]
+    assert kinds(run) == ["no multiple"]
+    assert "no multiple of the sum" in lines(run)["gradients"]
+
+
+@pytest.mark.parametrize(("final", "kind"), [(1.25, "averaged"), (2.5, "summed"), (3.0, "unknown")])
+def test_the_one_number_of_a_single_parameter_fits_any_factor_and_shows_none(
+    final: float, kind: str
+) -> None:
+    local = [{"weight": 1.0}, {"weight": 1.5}]
+    run = run_of([window([4], [1.0], {"weight": final}, mine) for mine in local])
+    assert kinds(run) == [kind]
+    assert "times" not in lines(run).get("gradients", "")
 
 
 @given(st.integers(2, 9), st.integers(2, 5))

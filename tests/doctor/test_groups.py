@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from doctor.journals import fact, findings, kinds, lines, run_with_steps, step, window
+from doctor.journals import fact, findings, kinds, lines, run_of, run_with_steps, step, window
 
 from ddp_doctor.facts.merged import Run
-from ddp_doctor.facts.types import CollectiveFact, ReplicaFact, StartFact
+from ddp_doctor.facts.types import CollectiveFact, ReplicaFact, StartFact, WrapperFact
 
 
 def data_and_tensor(**more: Callable[[int, int], Any]) -> Run:
@@ -39,7 +39,20 @@ def test_ranks_that_split_layers_may_read_one_batch_and_what_all_hold_is_measure
     assert findings(run) == {}
     assert run.copies == {"norm": [[0, 1, 2, 3]], "up": [[0, 2], [1, 3]]}
     assert kinds(run) == ["averaged"] * 4
-    assert "those that only some ranks hold were not compared" in lines(run)["gradients"]
+    assert "those that only some ranks step were not compared" in lines(run)["gradients"]
+
+
+def test_parameters_that_the_ranks_optimizers_share_out_are_not_compared() -> None:
+    windows = [window([4], [1.0], {name: 1.0}, {name: 2.0}) for name in ("weight", "bias")]
+    for one, name in zip(windows, ("weight", "bias"), strict=True):
+        one["after"] = fact(ReplicaFact, parameters={name: 5})
+    run = run_of(windows)
+    for rank, name in zip(run.ranks, ("weight", "bias"), strict=True):
+        rank.facts["start"] = [fact(StartFact, parameters={name: 4}, values={name: 1.0})]
+        rank.facts["wrapper"] = [fact(WrapperFact, world=2, of=2)]
+    assert findings(run) == {}
+    assert kinds(run) == ["in parts"]
+    assert "differ" not in lines(run)["replicas"]
 
 
 def test_copies_of_one_shard_that_diverge_are_found() -> None:

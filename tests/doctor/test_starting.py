@@ -22,7 +22,8 @@ from ddp_doctor.run.folders import SITE
         (["--every", "0"], "every is 0: it counts optimizer steps; pass 1 or more."),
         (["--first", "0"], "first is 0: it counts optimizer steps; pass 1 or more."),
         (["--hang-after", "-1"], "hang_after is -1.0: pass seconds"),
-        (["--certify", "--ranks", "0"], "--ranks is 0: pass 1 or more."),
+        (["--certify", "--ranks", "0"], "--ranks is 0: pass 1 to 256."),
+        (["--certify", "--ranks", "100000"], "--ranks is 100000: pass 1 to 256."),
         (["--ranks", "2"], "--ranks goes with --certify"),
     ],
 )
@@ -37,6 +38,28 @@ def test_an_option_that_makes_no_sense_is_refused_with_what_to_pass(
         program.main()
     assert end.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["-m", "train.py"], "train.py is a file, and -m takes the name of a module"),
+        (["--certify", "train.py"], "interrupted, without a certificate"),
+    ],
+)
+def test_what_cannot_be_run_and_what_is_interrupted_ends_in_a_sentence(
+    command: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ddp_doctor.certificate.program.run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["ddp_doctor", *command])
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    assert said in str(end.value.code)
 
 
 def test_a_script_sees_the_absolute_path_of_its_file_as_without_the_doctor(

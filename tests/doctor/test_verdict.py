@@ -148,6 +148,11 @@ JUDGED = {
         "different",
         "At optimizer step 1 (counted from 0), the ranks' weights differ: rank 1's",
     ),
+    "one process and one micro-batch": (
+        {OWN: [{"world": 1}]},
+        "not judged",
+        "Start two, for example with --ranks 2.",
+    ),
     "learning rates that differ": (
         {OWN: SAME, NEXT: [{}, {"rates": [0.1001]}]},
         "different",

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from labkit.book.on_gpus import GpuReport, Proof
 from labkit.tables import table
 
 from . import (
@@ -26,6 +25,7 @@ from . import (
     timelines,
 )
 from . import __doc__ as description
+from .report import Proof, Run, markdown, of_timelines
 
 NO_GPU = """\
 There is no GPU that torch sees, so nothing about GPUs can be proved here.
@@ -126,16 +126,25 @@ def prove_all(
                 proofs.append(proof)
                 print(f"{proof.outcome:11}{proof.part}: {proof.what}", flush=True)
         if report:
-            GpuReport(
-                rehearsal=machine.kind == "cpu",
-                command=" ".join(["python -m tests.gpu", *sys.argv[1:]]),
-                date=f"{datetime.date.today():%Y-%m-%d}",
-                seconds=round(time.monotonic() - begin),
-                versions=machine.versions(),
-                proofs=tuple(proofs),
-                timelines=machine.timelines,
-            ).write(report)
+            write(report, machine, proofs, time.monotonic() - begin)
     return proofs
+
+
+def write(report: Path, machine: Machine, proofs: list[Proof], seconds: float) -> None:
+    """Write it completely or not at all, so that a killed run leaves the last one."""
+    run = Run(
+        rehearsal=machine.kind == "cpu",
+        command=" ".join(["python -m tests.gpu", *sys.argv[1:]]),
+        date=f"{datetime.date.today():%Y-%m-%d}",
+        seconds=seconds,
+        versions=machine.versions(),
+    )
+    text = markdown(run, proofs)
+    if machine.timelines:
+        text += of_timelines(run, machine.timelines, report.with_suffix(".svg"))
+    unfinished = report.with_name(report.name + ".unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(report)
 
 
 def arguments() -> argparse.Namespace:
@@ -149,7 +158,7 @@ def arguments() -> argparse.Namespace:
     add("-k", dest="names", action="append", default=[], help="part of a part's name; repeatable")
     add("--list", action="store_true", help="only say what there is to prove")
     add("--minutes", type=float, help="end after about so many; the parts of most value come first")
-    add("--report", type=Path, help="write a report (JSON) to this file, after each part")
+    add("--report", type=Path, help="write a report (Markdown) to this file, after each part")
     return parser.parse_args()
 
 

@@ -2,16 +2,16 @@
 
 import os
 import sys
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from labkit.book.on_gpus import FIGURE, REPORT, GpuReport, read, store, substitutions
 from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import project_root
 from tests.gpu import Machine
 from tests.gpu import __main__ as kit
+from tests.gpu.report import Proof, Run, markdown
 
 # A node has no notebook tools and no expecttest, and nothing of this project is installed there.
 SITE = """
@@ -27,11 +27,11 @@ QUICK = ("streams", "precision", "memory", "overlap", "draws", "local", "meshes"
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory) -> GpuReport:
+def report(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("rehearsal")
     (folder / "sitecustomize.py").write_text(SITE)
     words = [word for part in (*QUICK, "pytorch", "chapters") for word in ("-k", part)]
-    command = ["-m", "tests.gpu", "--device", "cpu", "--report", str(folder / "report.json")]
+    command = ["-m", "tests.gpu", "--device", "cpu", "--report", str(folder / "report.md")]
     environment = {"PYTHONPATH": os.pathsep.join((str(folder), str(project_root() / "src")))}
     done = run_guarded(
         [sys.executable, *command, "--minutes", "20", *words],
@@ -41,36 +41,31 @@ def report(tmp_path_factory) -> GpuReport:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing in this table was proved on a GPU" in done.stdout
-    return read(folder / "report.json")
+    return folder / "report.md"
 
 
-def test_a_rehearsal_proves_nothing_about_gpus_and_is_not_stored(report, tmp_path):
-    assert {proof.outcome for proof in report.proofs} == {"rehearsed", "not proved"}
-    reasons = {proof.part: proof.detail for proof in report.proofs}
-    assert reasons["pytorch"] == "needs expecttest"
-    assert reasons["chapters"].startswith("needs nbclient")
-    assert report.versions["torch"] == torch.__version__
-    report.write(tmp_path / "report.json")
-    with pytest.raises(ValueError, match="rehearsal"):
-        store(tmp_path / "report.json", tmp_path)
-    assert not (tmp_path / REPORT).exists()
-    assert "Nothing in this book has been run on a GPU" in substitutions(tmp_path)["gpu_report"]
+def test_the_report_of_a_rehearsal_says_that_it_proves_nothing_about_gpus(report):
+    text = report.read_text()
+    assert text.startswith("**A rehearsal on a CPU: nothing here was proved on a GPU**")
+    assert f"torch {torch.__version__}," in text
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert {row[0].strip("`") for row in rows} >= {*QUICK, "pytorch", "chapters"}
+    assert {row[-2].strip() for row in rows} == {"rehearsed", "not proved"}
+    reasons = {row[0]: row[-1] for row in rows}
+    assert reasons["`pytorch`"] == "needs expecttest"
+    assert reasons["`chapters`"].startswith("needs nbclient")
+    assert "One step of MiniDDP and torch DDP" in text
+    assert f"(/_static/{report.stem}.svg)" in text
+    assert report.with_suffix(".svg").read_text().lstrip().startswith("<?xml")
 
 
-def test_a_report_that_is_stored_shows_its_card_rows_and_timelines(report, tmp_path):
+def test_the_report_of_a_run_names_its_card_once_and_has_a_row_per_proof():
     versions = {"GPUs": "Card of a test, Card of a test", "driver": "1.2"}
-    real = replace(report, rehearsal=False, versions=versions)
-    (tmp_path / REPORT).parent.mkdir()
-    real.write(tmp_path / "report.json")
-    store(tmp_path / "report.json", tmp_path)
-    assert read(tmp_path / REPORT) == real
-    said = substitutions(tmp_path)
-    assert "Run on Card of a test**" in said["gpu_report"]
-    assert "driver 1.2" in said["gpu_report"]
-    assert said["gpu_report"].count("\n| `") == len(real.proofs)
-    assert set(real.timelines) == {"MiniDDP", "torch DDP"}
-    assert f"/{FIGURE}" in said["gpu_timelines"]
-    assert (tmp_path / FIGURE).read_text().lstrip().startswith("<?xml")
+    proofs = [Proof("part", "a | b", "1 rank", outcome, "") for outcome in ("proved", "FAILED")]
+    text = markdown(Run(False, "the command", "2026-11-29", 3.4, versions), proofs)
+    assert text.startswith("**Run on Card of a test** on 2026-11-29, in 3 s: 1 proved, 0 not")
+    assert "driver 1.2" in text
+    assert text.count("\n| `part` | a \\| b | 1 rank | ") == 2
 
 
 def test_what_fails_or_needs_more_gpus_than_there_are_is_no_proof():

@@ -48,7 +48,7 @@ ONE_BATCH = (
     "All ranks have the same samples here, and have others each in another deal. If they split one "
     "batch, such a deal says nothing."
 )
-OTHERS = "The ranks hold different parameters, so one process cannot stand for them."
+OTHERS = "The ranks' optimizers have other parameters each: one process cannot stand for them."
 WORLD = "The script contains the number of ranks, so one process of it may calculate with it, too."
 FROZEN = "Parameters without requires_grad have other values in one process. Seed them."
 SENT = (

@@ -26,7 +26,7 @@ from ddp_doctor.certificate.starts import (
     launch,
 )
 from ddp_doctor.facts.certificate import Certificate
-from ddp_doctor.options import FOUND, LEVELS, UNCHECKED, say
+from ddp_doctor.options import FOUND, LEVELS, MOST_RANKS, UNCHECKED, say
 from ddp_doctor.run.folders import own_folder
 
 if TYPE_CHECKING:
@@ -46,14 +46,15 @@ def certify(
     process that gets all their samples, for five. Either may need another start. `ranks`: 2 if the
     script expects a launcher; a script that starts its own ranks decides. `cpu`: run a script that
     was written for GPUs on CPU ranks. Nothing that the script does later happens. Raises
-    FileNotFoundError if there is no such script, ValueError for less than one rank or for `ranks`
-    of a script that starts its own, and RuntimeError if the doctor fails. Cost: a new interpreter,
-    two to six starts in forks of it, and on disk a copy of the gradients per step.
+    FileNotFoundError if there is no such script, ValueError for less than one rank, more than
+    `MOST_RANKS`, or `ranks` of a script that starts its own, and RuntimeError if the doctor fails.
+    Cost: a new interpreter, two to six starts in forks of it, and on disk a copy of the gradients
+    per step.
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"there is no script {str(script)!r} here ({Path.cwd()}).")
-    if ranks is not None and ranks < 1:
-        raise ValueError(f"ranks is {ranks}: pass 1 or more.")
+    if ranks is not None and not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"ranks is {ranks}: pass 1 to {MOST_RANKS}.")
     return certify_apart([str(script), *arguments], ranks, cpu)[0]
 
 
@@ -232,25 +233,29 @@ def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
             return 0
         result = report_with_rules(command, folder, certificate, ranks, options.cpu)
         launched = is_launched(folder, ranks)
-        if certificate.verdict == "not judged":
-            keep_output(folder, Path(options.folder))
+        not_judged = certificate.verdict == "not judged"
+        said = keep_output(folder, Path(options.folder) / "output") if not_judged else ""
     from ddp_doctor.other_ways import other_ways
     from ddp_doctor.report.report import write_report
 
     silent = options.quiet and certificate.verdict == "equal" and not result.findings
     write_report(result, options, Path(options.folder), silent)
-    if certificate.verdict == "not judged":
-        say(f"what the script printed is in {Path(options.folder) / 'output'}")
+    if not_judged:
+        say(said)
         if certificate.world > 1 and not certificate.error and not options.quiet:
             say(other_ways(command, certificate.world, launched))
     return exit_code(certificate, result.worst, options.fail_on)
 
 
-def keep_output(folder: Path, kept: Path) -> None:
-    """Copy what the script printed in each start that there was."""
-    for output in folder.glob("*/output"):
-        if output.parent.name != "observed":
-            shutil.copytree(output, kept / "output" / output.parent.name, dirs_exist_ok=True)
+def keep_output(folder: Path, kept: Path) -> str:
+    """Copy what the script printed in each start that there was; say where, or why not."""
+    try:
+        for output in folder.glob("*/output"):
+            if output.parent.name != "observed":
+                shutil.copytree(output, kept / output.parent.name, dirs_exist_ok=True)
+    except OSError as error:
+        return f"could not keep what the script printed ({error})."
+    return f"what the script printed is in {kept}"
 
 
 def exit_code(certificate: Certificate, worst: str | None, fail_on: str | None) -> int:

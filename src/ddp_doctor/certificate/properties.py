@@ -19,8 +19,9 @@ from ddp_doctor.certificate.record import Round, Step
 from ddp_doctor.facts.certificate import TITLES, Property
 
 FLAT = (
-    "Each rank holds parameters of other shapes than one process: the model is cut by hand or by "
-    "FSDP1. Models that fully_shard or parallelize_module has cut can be certified."
+    "Each rank's optimizer has other parameters, or of other shapes, than that of one process: the "
+    "ranks share them out, or the model is cut by hand or by FSDP1. Models that fully_shard or "
+    "parallelize_module has cut can be certified."
 )
 RESHAPED = "Since the first step, the script has replaced parameters by ones of other shapes."
 TOO_FEW = "An optimizer of the first step took too few steps."
@@ -43,10 +44,9 @@ UNTRAINED = (
     "Before {}, a parameter without requires_grad differs: rank {}'s {} is not "
     "rank 0's. What a forward changes has to be combined over the ranks."
 )
-CLIPPED = (
-    "Rank 0 clips a gradient of norm {:.4g}, rank {} one of {:.4g}: it is clipped before the "
-    "ranks' gradients are combined."
-)
+CLIPPED = "Rank 0 clips a gradient of norm {:.4g}, rank {} one of {:.4g}: {}."
+BEFORE = "it is clipped before the ranks' gradients are combined"
+PARTS = "each clips parameters of its own by a norm of its own"
 SUM = "With every sample twice, one process's gradient doubles, so the loss is a sum"
 
 
@@ -126,7 +126,8 @@ class Properties:
                 continue
             for norm, other in zip(reference.norms, step.norms, strict=False):
                 if abs(norm - other) > 10 * self.evidence.tolerance * abs(norm):
-                    return CLIPPED.format(norm, step.rank, other)
+                    why = PARTS if other_shapes(step.sums, reference.sums) else BEFORE
+                    return CLIPPED.format(norm, step.rank, other, why)
         return ""
 
     def _problem(self, round_: Round, reference: Round) -> str:

@@ -170,9 +170,12 @@ class Steps:
             self.premises.note_reduction(numbers)
 
     def _parameters(self) -> list[tuple[Tensor, str]]:
-        """All that is trained, with its keys."""
+        """All that is trained, each with its key in the first optimizer that has it. That one may
+        give parts to others, on each rank another part (ZeRO).
+        """
         rows = (row for optimizer in self.optimizers for row in self._parameters_of(optimizer))
-        return [(parameter, key) for key, _, parameter in rows]
+        first = {id(parameter): (parameter, key) for key, _, parameter in reversed([*rows])}
+        return [*reversed(first.values())]
 
     def is_trained(self, tensor: Tensor) -> bool:
         """Whether a tensor shares memory with a weight or its gradient, or there are none yet."""

@@ -74,6 +74,10 @@ INDEXED = (
     "At {}, the indices of every rank begin at its own first row. In one process, all point to "
     "the first rank's rows."
 )
+UNREPLACED = (
+    "What the script makes at {} is one process's own: it could be given the ranks' samples at the "
+    "model only."
+)
 REORDERED = (
     "At {}, the script takes rows of what the model has computed before. One process has computed "
     "them from other samples, or in another order."
@@ -226,7 +230,7 @@ class Tensors(TorchFunctionMode):
         key = (site, self._turn(site))
         per_rank = self.steps.dealer.per_rank(key) if self.steps.dealer else None
         if per_rank is None or not alike(per_rank):
-            self.steps.notes.join_failures.append(line_of(site))
+            self.steps.notes.doubts.append(UNREPLACED.format(line_of(site)))
         return value
 
     def _turn(self, place: Place) -> int:

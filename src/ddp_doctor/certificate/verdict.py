@@ -43,7 +43,11 @@ NO_SECOND = (
     "The optimizer of the first step takes no second one. Others step later, and there the ranks "
     "are compared with one another only."
 )
-NOTHING_COMBINED = "One process and one micro-batch: nothing is combined. Start it with --ranks 2."
+NOTHING_COMBINED = "One process and one micro-batch: nothing is combined."
+NO_RANKS = (
+    "The script ran as one process: how ranks combine their gradients is not measured. Start two, "
+    "for example with --ranks 2."
+)
 NO_GRADIENT = (
     "The optimizers' parameters get no gradient in the first step: an optimizer may have been made "
     "before the model that is trained, fully_shard has not synchronized the gradients, or the "
@@ -364,6 +368,7 @@ class Judgment:
         row = p3 if p1 and p1.verdict == "equal" and p3 and p3.verdict == "scaled" else None
         at = STEP.format(other.turn) if other else ""
         notes = {
+            NO_RANKS: evidence.world == 1,
             OFF: True,
             FILLED: first.fills_zeros,
             self._parameters_without_gradient(): True,

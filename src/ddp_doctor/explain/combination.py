@@ -13,9 +13,8 @@ from ddp_doctor.explain.numbers import alike, near
 from ddp_doctor.facts.merged import Run, Window
 from ddp_doctor.facts.types import WindowFact, no_snapshot
 
-Kind = Literal[
-    "averaged", "summed", "scaled", "not combined", "in parts", "in backward", "unknown", "alone"
-]
+Measured = Literal["averaged", "summed", "scaled", "no multiple", "not combined", "alone"]
+Kind = Measured | Literal["in parts", "in backward", "unknown"]
 FITS = 0.05  # of the gradients' length, that a factor may leave unexplained
 
 
@@ -23,12 +22,12 @@ FITS = 0.05  # of the gradients' length, that a factor may leave unexplained
 class Combination:
     """How the ranks' gradients became one. `factor` is α; None where it could not be measured.
 
-    `place`: of the script's own all-reduce, if its backward has combined the ranks.
+    `place`: of the script's own all-reduce, if its backward has combined the ranks. "no multiple":
+    no α fits; how much of the gradients it leaves is not known, as there is a number for each.
     """
 
     kind: Kind
     factor: float | None
-    residual: float = 0.0  # the part of the gradients that no factor explains
     place: str = ""
 
 
@@ -54,15 +53,19 @@ def combination(window: Window, run: Run, clipped: bool = False) -> Combination:
     unscaled = next((s.get("unscaled") for s in window.snapshots().values()), None)
     rescale = 1 / unscaled if unscaled else rescaled(window.facts) if clipped else 1.0
     pairs = _of_pieces(window, pieces) or _of_copies(window, common - own)
-    factor, residual = _measured([(final / rescale, local) for final, local in pairs])
+    factor = _measured([(final / rescale, local) for final, local in pairs])
+    several = len(pairs) > 1  # a number for each: a single one fits any factor
     if window.world == 1:
-        several = len(pairs) > 1
-        return Combination("alone", factor if factor and factor > 0 and several else 1.0, residual)
+        return Combination("alone", factor if factor and factor > 0 and several else 1.0)
     if factor is None:
-        return Combination("unknown", None, residual)
+        return Combination("unknown", None)
+    if math.isnan(factor):
+        return Combination("no multiple", None)
     if near(factor * window.world, 1.0, 0.02):
-        return Combination("averaged", 1.0 / window.world, residual)
-    return Combination("summed" if near(factor, 1.0, 0.02) else "scaled", factor, residual)
+        return Combination("averaged", 1.0 / window.world)
+    if near(factor, 1.0, 0.02):
+        return Combination("summed", factor)
+    return Combination("scaled", factor) if several else Combination("unknown", None)
 
 
 def _combined_in_backward(window: Window, run: Run) -> str:
@@ -113,19 +116,19 @@ def _of_pieces(window: Window, pieces: dict[str, int]) -> list[tuple[float, floa
     return pairs
 
 
-def _measured(pairs: list[tuple[float, float]]) -> tuple[float | None, float]:
-    """The factor between sums of local gradients and final ones, and what it leaves unexplained.
+def _measured(pairs: list[tuple[float, float]]) -> float | None:
+    """The factor between sums of local gradients and final ones.
 
-    None if no factor explains them.
+    NaN if no factor explains them, and None if there are none.
     """
     product = sum(final * local for final, local in pairs)
     square = sum(local * local for _, local in pairs)
     final_square = sum(final * final for final, _ in pairs)
     if not square or not final_square or not math.isfinite(product):
-        return None, 0.0
+        return None
     factor = product / square
     residual = math.sqrt(max(0.0, final_square - product * factor) / final_square)
-    return (factor if residual <= FITS else None), residual
+    return factor if residual <= FITS else math.nan
 
 
 def rescaled(facts: Iterable[WindowFact]) -> float:

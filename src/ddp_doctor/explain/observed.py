@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ddp_doctor.explain.combination import FITS, Combination, rescaled
+from ddp_doctor.explain.combination import rescaled
 from ddp_doctor.explain.numbers import alike, number
 from ddp_doctor.explain.rules.combining import synchronized
 from ddp_doctor.explain.rules.updates import shortens
@@ -66,12 +66,12 @@ def _gradients(run: Run, steps: list[Step]) -> Line:
     if own and kind not in ("not combined", "in parts"):
         text += f"; of {len(own)} others, first {own[0]}, each rank has its own"
     if run.split and kind != "in parts":
-        text += "; those that only some ranks hold were not compared"
+        text += "; those that only some ranks step were not compared"
     factors = [rescaled(s.window.facts) for s in steps if s.combination.kind == kind]
     if kind in ("averaged", "summed") and not alike(factors, 1e-3):
         text += "; then scaled by another factor in each step, as a clip does"
     elif any(map(shortens, (clip for s in steps for f in s.window.facts for clip in f["clips"]))):
-        text += "; then clipped"
+        text += "; the script clips them"
     if run.differing_scales:
         text += "; then each rank divides by its own loss scale"
     if missing := sorted(unused(run.complete)):
@@ -79,8 +79,8 @@ def _gradients(run: Run, steps: list[Step]) -> Line:
     if seen < len(steps):
         text += f" ({seen} of {len(steps)} observed steps)"
     values: dict[str, object] = {"combination": kind, "factor": step.combination.factor}
-    if step.combination.factor is None and kind not in ("not combined",):
-        values["unmeasured"] = kind != "unknown" or step.combination.residual <= FITS
+    if kind in ("in parts", "in backward", "unknown"):
+        values["unmeasured"] = True
     return Line("gradients", text, values)
 
 
@@ -94,21 +94,13 @@ def _of_kind(step: Step) -> str:
         "scaled": f"the sum of what the {world} ranks computed, times {factor}; an average has "
         f"{number(1 / world)}",
         "not combined": "each rank steps with its own: none is equal on the ranks",
-        "in parts": "the ranks hold parts of a model, or models of their own: not compared",
+        "in parts": "the ranks step parts of a model, or models of their own: not compared",
         "in backward": f"the all-reduce at {found.place} runs inside of backward, before the "
         "doctor sees what each rank has computed",
-        "unknown": _unexplained(found),
+        "unknown": "how the ranks are combined was not seen",
+        "no multiple": "no multiple of the sum of what the ranks' backwards computed",
         "alone": f"what the one process computed{alone}",
     }[found.kind]
-
-
-def _unexplained(found: Combination) -> str:
-    if found.residual <= FITS:
-        return "how the ranks are combined was not seen"
-    return (
-        f"{found.residual:.0%} of what the optimizer gets is no multiple of the sum of what the "
-        f"ranks' backwards computed"
-    )
 
 
 def _in_step(run: Run) -> Line:
@@ -155,7 +147,7 @@ def _replicas(run: Run) -> list[Line]:
         return [Line("replicas", "which ranks hold copies was not seen", {"unmeasured": True})]
     windows, shared = run.complete, [n for n, g in run.copies.items() if len(g) < run.world]
     if not shared:
-        return [Line("replicas", "no parameter has copies on two ranks")]
+        return [Line("replicas", "no two ranks step copies of one parameter")]
     drifted = {name for window in windows for name in window.differing_parameters}
     apart = [name for name in shared if name in drifted]
     text = f"{_many(len(shared), 'parameter')} bitwise equal after each observed step"

@@ -102,8 +102,8 @@ class Certificate:
             if row.ratio is not None and row.cosine is not None:
                 numbers = _numbers(row.ratio, row.factor, row.cosine)
             out.append(f"  {row.name:6}{row.verdict:11} {numbers}".rstrip())
-            is_enough = row.judged or row.why == self.why
-            text = TITLES[row.name] if is_enough else f"{TITLES[row.name]}. {row.why}"
+            is_said = row.why in (TITLES[row.name], "") or row.why in self.why
+            text = TITLES[row.name] if is_said else f"{TITLES[row.name]}. {row.why}"
             out += textwrap.wrap(text, width, initial_indent=INDENT, subsequent_indent=INDENT)
         if self.worst is not None and self.verdict != "equal":
             out.append(f"  worst parameter: {self.worst}")

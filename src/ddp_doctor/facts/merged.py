@@ -266,7 +266,8 @@ class Run:
         Ranks hold the same shard at the same place of a mesh. Of other parameters, all ranks have
         copies or none has one: they start with the same bits, or step with the same gradient, or a
         wrapper is around them. Bits of a constant (zeros, ones) tell nothing: such parameters are
-        copies if no other one tells the ranks apart.
+        copies if no other one tells the ranks apart. What only some ranks' optimizers have is no
+        copy there: each may step a part of the model.
         """
         starts = [rank.start for rank in self.ranks if rank.start]
         if len(starts) < self.world:
@@ -281,6 +282,8 @@ class Run:
             if any(places):
                 of_each = sorted(set(places))
                 found[name] = [[r for r, at in enumerate(places) if at == one] for one in of_each]
+            elif not all(name in start["parameters"] for start in starts):
+                found[name] = alone
             elif around and name.split(":")[-1] not in ignored and name[:10] != IN_NO_MODULE:
                 found[name] = everyone
             elif all(name in start["constant"] for start in starts):

@@ -14,6 +14,8 @@ def problem_with(script: str, arguments: list[str]) -> str:
     """What to say if there is no such script; with the right command if it is a launcher."""
     if script == "-m":
         name = arguments[0] if arguments else ""
+        if name.endswith(".py") and Path(name).is_file():
+            return f"{name} is a file, and -m takes the name of a module: leave out -m."
         # To look for a module inside a package would import the package, too early.
         there = name and importlib.util.find_spec(name.partition(".")[0])
         return "" if there else f"there is no module {name!r} on the path."

@@ -1,7 +1,6 @@
 """One style for every figure: legible on a phone, sharp on a dense screen, distinct colors."""
 
 import matplotlib.pyplot as plt
-from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 # Okabe and Ito's palette, which keeps its colors apart for color-blind readers.
 RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
@@ -11,6 +10,9 @@ WRONG = "#D55E00"
 
 def use() -> None:
     """Set the book's style for the figures of this notebook."""
+    # Not every machine that draws has it.
+    from matplotlib_inline.backend_inline import set_matplotlib_formats
+
     set_matplotlib_formats("retina")
     plt.rcParams.update(
         {

@@ -76,7 +76,7 @@ def name_the_address(app: Sphinx, config: Config) -> None:
         options["repository_branch"] = branch
     if address:
         options |= {"use_repository_button": True, "launch_buttons": LAUNCH}
-    config.myst_substitutions = substitutions(address, config.copyright)
+    config.myst_substitutions |= substitutions(address, config.copyright)
 
 
 def guard_downloads(app: Sphinx, exception: Exception | None) -> None:

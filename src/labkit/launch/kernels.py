@@ -56,6 +56,8 @@ def _run(options: Sequence[str]) -> None:
     if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():  # torch has read it before
         torch.set_num_threads(int(threads))
     matplotlib.rcParams["backend"] = os.environ.setdefault("MPLBACKEND", _INLINE)
+    # Nobody debugs here, and its import is a third of the time in which a kernel starts.
+    sys.modules["debugpy"] = None
     sys.argv = [ipykernel_launcher.__file__, *options]
     try:
         IPKernelApp.launch_instance(kernel_class=IPythonKernel, parent_handle=os.getppid())

@@ -1,4 +1,4 @@
-# equal if: cannot be joined (head only)
+# equal if: is one process's own (head only)
 class Model(nn.Module):
     def __init__(self):
         super().__init__()

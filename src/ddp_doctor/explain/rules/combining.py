@@ -6,7 +6,7 @@ That they differ, or are no multiple of the sum of what the ranks computed, is m
 from collections import Counter
 from collections.abc import Iterator
 
-from ddp_doctor.explain.combination import FITS, untouched
+from ddp_doctor.explain.combination import untouched
 from ddp_doctor.explain.findings import Finding, finding, rule
 from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Run, Window, so_far
@@ -283,7 +283,7 @@ def other_than_average(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """
     found = []
     for step in steps:
-        if step.combination.kind != "unknown" or step.combination.residual <= FITS:
+        if step.combination.kind != "no multiple":
             continue
         for fact in step.window.facts:
             calls = [call for call in fact["collectives"] if _is_gradient(call)]
@@ -299,9 +299,8 @@ def other_than_average(run: Run, steps: list[Step]) -> Iterator[Finding]:
     said = f"{again[1]} is all-reduced {again[2]} times in this step. " if again else ""
     yield finding(
         "other_than_average",
-        f"Step {step.window.n}: {said}Of the gradients that the optimizer gets, "
-        f"{step.combination.residual:.0%} is no multiple of the sum of what the ranks' backwards "
-        f"computed. Seen in {len(found)} of {len(steps)} observed steps.",
+        f"Step {step.window.n}: {said}What the optimizer gets is no multiple of the sum of what "
+        f"the ranks' backwards computed. Seen in {len(found)} of {len(steps)} observed steps.",
         again[0]["place"] if again else fact["step_place"],
         "Reduce each gradient once per step, after the last micro-batch's backward.",
     )

@@ -41,7 +41,7 @@ def gather_without_gradient(run: Run, steps: list[Step]) -> Iterator[Finding]:
         if plain:
             yield finding(
                 "gather_without_gradient",
-                f"Step {n}: the loss compares {rows} with {columns} samples, gathered by "
+                f"Step {n}: the loss compares {rows} rows of features with {columns}, gathered by "
                 f"{plain[0]['op']}, which carries no gradient: every path through the other "
                 f"ranks' features is missing.",
                 plain[0]["place"],

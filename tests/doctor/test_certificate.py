@@ -18,7 +18,7 @@ from doctor.harness.scripts import STORED, Script, Stored, corpus
 from processes import all_gone, becomes, processes_with
 
 import ddp_doctor
-from ddp_doctor.certificate.program import exit_code, keep_output
+from ddp_doctor.certificate.program import exit_code
 from ddp_doctor.certificate.starts import OwnRanksError
 from ddp_doctor.facts.certificate import Certificate
 from labkit.launch.forks import ForkServer
@@ -243,13 +243,6 @@ def test_a_script_without_the_launcher_that_it_expects_gets_the_command(
     outcome = server.run(script(text, ranks=1, launch="python"), doctor=True)
     assert outcome.codes == [1]
     assert re.search(r"torchrun --nproc-per-node 2 -m ddp_doctor \S+train.py", outcome.errors)
-
-
-def test_a_certificate_is_not_lost_where_its_output_cannot_be_kept(tmp_path: Path) -> None:
-    (tmp_path / "ranks/output").mkdir(parents=True)
-    (tmp_path / "a file").touch()
-    assert "could not keep" in keep_output(tmp_path, tmp_path / "a file/output")
-    assert keep_output(tmp_path, tmp_path / "kept").endswith(str(tmp_path / "kept"))
 
 
 def test_ranks_that_start_ranks_are_refused_at_once(forks: ForkServer) -> None:

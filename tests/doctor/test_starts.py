@@ -108,10 +108,11 @@ def test_the_last_error_is_found_with_the_line_of_the_script(line: str, text: st
     assert error_in(trace) == text
 
 
-def test_what_the_ranks_printed_is_kept_though_one_process_was_never_started(
-    tmp_path: Path,
-) -> None:
+def test_what_the_ranks_printed_is_kept_where_that_can_be_written(tmp_path: Path) -> None:
+    """Also though one process was never started."""
     (tmp_path / "ranks" / "output").mkdir(parents=True)
     (tmp_path / "ranks" / "output" / "0.txt").write_text("ValueError: no")
-    keep_output(tmp_path, tmp_path / "kept")
-    assert (tmp_path / "kept" / "output" / "ranks" / "0.txt").read_text() == "ValueError: no"
+    assert keep_output(tmp_path, tmp_path / "kept").endswith(str(tmp_path / "kept"))
+    assert (tmp_path / "kept" / "ranks" / "0.txt").read_text() == "ValueError: no"
+    (tmp_path / "a file").touch()
+    assert "could not keep" in keep_output(tmp_path, tmp_path / "a file" / "output")

@@ -185,6 +185,29 @@ class Recurrent(nn.Module):
         return {"head": self.head(states), "last": last}
 
 
+class TwoHeads(nn.Module):
+    """The head is chosen by the caller; the other one is unused. The same on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.stem, self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x, head):
+        return getattr(self, head)(self.stem(x))
+
+
+def linear():
+    """The same on every rank."""
+    torch.manual_seed(3)
+    return nn.Linear(3, 2)
+
+
+def rows(rank: int, step: int = 0) -> Tensor:
+    """Two inputs of `linear` or `TwoHeads`, different on every rank and in every step."""
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
 class Model(NamedTuple):
     build: Callable[[], nn.Module]
     batch: Callable[[int], Tensor]

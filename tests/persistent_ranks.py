@@ -1,23 +1,28 @@
 """`run_ranks` for many small functions in a row: the ranks stay, with a new process group per call.
 
-A function finds the modules, the collectives, and the random numbers as they were at the start. It
-is not isolated otherwise, so only a fresh start shows what else it has left behind: ranks that
-raise, or wait for each other forever, are replaced.
+A function finds the modules, the collectives, the random numbers, and the filters of warnings as
+they were at the start, and the garbage collector on. It is not isolated otherwise, so only a fresh
+start shows what else it has left behind: ranks that raise, or wait for each other forever, are
+replaced.
 """
 
 import contextlib
+import gc
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 from unittest import mock
 
 import cloudpickle
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -65,7 +70,7 @@ class PersistentRanks:
         until = time.monotonic() + options.get("timeout", 60)
         patience = max(STUCK, options.get("stuck_after", 0))
         waiting = {connection: rank for rank, (_, connection) in enumerate(pool)}
-        error: Exception | None = None
+        error: BaseException | None = None
         stillness = Stillness([pid for pid, _ in pool])
         while waiting:
             for connection in wait(list(waiting), 0.05):
@@ -127,6 +132,16 @@ class PersistentRanks:
         self.folder.cleanup()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def ranks_stay() -> Iterator[None]:
+    """For a conftest.py: starting ranks takes longer than most tests do.
+
+    FRESH_RANKS=1 in the environment starts them for each test, which says where a hang is.
+    """
+    with contextlib.nullcontext() if os.environ.get("FRESH_RANKS") else persistent_ranks():
+        yield
+
+
 @contextlib.contextmanager
 def persistent_ranks() -> Iterator[PersistentRanks]:
     """Whatever calls `run_ranks`, in a module that is loaded by then or later, uses these ranks."""
@@ -163,8 +178,12 @@ def _serve(rank: int, world_size: int, address: tuple[str, int], key: bytes) -> 
         try:
             fn, args = cloudpickle.loads(payload)
             bound = bind(fn, args, given)
-            reply = "returned", fn(*bound.args, **bound.kwargs)
-        except Exception as error:
+            with warnings.catch_warnings():
+                reply = "returned", fn(*bound.args, **bound.kwargs)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # `pytest.raises` fails with one that is no Exception
+            error.add_note(f"Raised on rank {rank} of {world_size}:\n{traceback.format_exc()}")
             reply = "raised", error
         try:
             connection.send_bytes(cloudpickle.dumps(reply))
@@ -172,3 +191,4 @@ def _serve(rank: int, world_size: int, address: tuple[str, int], key: bytes) -> 
             connection.send_bytes(cloudpickle.dumps(("raised", RanksError(str(error)))))
         vars(dist).update(collectives)
         torch.set_rng_state(random_numbers)
+        gc.enable()

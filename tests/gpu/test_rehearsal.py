@@ -23,7 +23,7 @@ PathFinder.find_spec = lambda name, *args: (
     None if name.partition(".")[0] in ABSENT else find(name, *args)
 )
 """
-QUICK = ("streams", "precision", "memory", "overlap", "draws", "local", "meshes", "batch-norm")
+QUICK = ("streams", "precision", "overlap", "draws", "batch-norm")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ CPUs, and `tests.gpu` on GPUs, so nothing here needs pytest.
 """
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any, NamedTuple
@@ -74,8 +74,8 @@ STEPS = 3
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},
-    "accumulation of 4": {},
-    "accumulation of 4, views": {"gradient_as_bucket_view": True},
+    "accumulation": {},
+    "accumulation, views": {"gradient_as_bucket_view": True},
     "unused parameters": {"find_unused_parameters": True},
     "unused parameters, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
     "static graph": {"static_graph": True},
@@ -135,7 +135,7 @@ def wrappers(
     for mode in modes:
         moved = {"device_ids": [device], "output_device": device}
         options = moved if mode == "device_ids" else MODES[mode]
-        micro_batches = 4 if mode.startswith("accumulation") else 1
+        micro_batches = 2 if mode.startswith("accumulation") else 1
         inputs = CPU if mode == "device_ids" else device
         found[mode] = {}
         for name in names:
@@ -213,20 +213,20 @@ def train_sharded(
     model: Any,
     draw: Callable[[int], Tensor],
     rank: int,
-    device: torch.device = CPU,
-    micro_batches: int = 1,
+    device: torch.device,
+    micro_batches: Sequence[int],
 ) -> Tensors:
-    """Train for STEPS steps: whole gradients and parameters of each step."""
+    """Train for as many steps as `micro_batches` has: whole gradients and parameters of each."""
     # Adam would turn differences of rounding size in a gradient of zero into steps.
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     seen: Tensors = []
-    for step in range(STEPS):
+    for step, count in enumerate(micro_batches):
         torch.manual_seed(1000 * rank + step)
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        for left in reversed(range(micro_batches)):
-            if micro_batches > 1 and isinstance(model, MiniDDP):
+        for left in reversed(range(count)):
+            if isinstance(model, MiniDDP):
                 model.require_backward_grad_sync = not left
-            elif micro_batches > 1:
+            else:
                 model.set_requires_gradient_sync(not left)
             loss_of(model(draw(4 + left).to(device))).backward()
         seen += [None if p.grad is None else whole(p.grad, p) for p in model.parameters()]
@@ -238,7 +238,7 @@ def train_sharded(
 def beside_fsdp2(
     rank: int, device: torch.device, mesh: tuple[int, ...], cases: dict[str, tuple[dict, list[str]]]
 ) -> Distances:
-    """Two micro-batches per step by ours and by torch's `fully_shard`. `cases`: options, models."""
+    """Three steps by ours and by torch's `fully_shard`. `cases`: options, models."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     found: Distances = {}
     for case, (options, names) in cases.items():
@@ -249,7 +249,7 @@ def beside_fsdp2(
                 for how in (fully_shard, torchs_fully_shard)
             )
             found[case][name] = distance(
-                *(train_sharded(model, MODELS[name].batch, rank, device, 2) for model in both)
+                *(train_sharded(m, MODELS[name].batch, rank, device, (2, 1, 2)) for m in both)
             )
     return found
 

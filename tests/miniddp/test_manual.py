@@ -1,5 +1,7 @@
 """`average_gradients`: values of every kind of gradient. (Training: the ladder's first rungs.)"""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,18 +13,15 @@ from miniddp.manual import average_gradients
 from tests.on_ranks import on_ranks
 
 
-def test_the_sum_is_the_average_times_the_number_of_ranks():
-    def work(rank):
-        found = []
-        for flat in (False, True):
-            for combine in ("average", "sum"):
-                module = nn.ParameterList([nn.Parameter(torch.zeros(2))])
-                module[0].grad = torch.tensor([1.0 + rank, 10.0])
-                average_gradients(module, combine=combine, flat=flat)
-                found.append(module[0].grad.tolist())
-        return found
-
-    assert run_ranks(work, 3) == [[[2.0, 10.0], [6.0, 30.0]] * 2] * 3
+@on_ranks(3)
+def test_the_sum_is_the_average_times_the_number_of_ranks(rank):
+    for flat, (combine, expected) in product(
+        (False, True), (("average", [2.0, 10.0]), ("sum", [6.0, 30.0]))
+    ):
+        module = nn.ParameterList([nn.Parameter(torch.zeros(2))])
+        module[0].grad = torch.tensor([1.0 + rank, 10.0])
+        average_gradients(module, combine=combine, flat=flat)
+        assert module[0].grad.tolist() == expected
 
 
 @settings(max_examples=6)
@@ -91,11 +90,8 @@ def test_sparse_and_expanded_gradients_become_dense_averages(rank):
         assert bias.grad.tolist() == [0.5] * 3
 
 
+@on_ranks(2)
 def test_a_module_without_trainable_parameters_is_left_alone_and_another_way_is_refused():
-    def work():
-        assert average_gradients(nn.Tanh()) is None
-        with pytest.raises(ValueError, match='combine must be "average" or "sum", got \'mean\''):
-            average_gradients(nn.Linear(2, 2), combine="mean")
-        return "refused"
-
-    assert run_ranks(work, 2) == ["refused"] * 2
+    assert average_gradients(nn.Tanh()) is None
+    with pytest.raises(ValueError, match='combine must be "average" or "sum", got \'mean\''):
+        average_gradients(nn.Linear(2, 2), combine="mean")

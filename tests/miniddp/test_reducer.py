@@ -180,23 +180,21 @@ def test_autograd_grad_returns_local_gradients_and_leaves_the_wrapper_usable(ran
     torch.testing.assert_close(gradients(wrapped), averages)
 
 
-def test_a_backward_that_failed_after_its_last_gradient_is_not_blamed_on_unused_parameters():
+@on_ranks(2)
+def test_a_backward_that_failed_after_its_last_gradient_is_not_blamed_on_unused_parameters(rank):
     def fail(gradient):
         raise ValueError("of the user")
 
-    def work(rank):
-        wrapped = MiniDDP(AnyOrder())
-        torch.manual_seed(rank)
-        x = torch.randn(3, 8, requires_grad=True) * 2
-        x.register_hook(fail)
-        with pytest.raises(ValueError, match="of the user"):
-            wrapped(x, [0, 1, 2, 3]).sum().backward()
-        with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
-            wrapped(torch.randn(3, 8), [0, 1, 2, 3])
-        assert "That backward raised an exception after its last gradient." in str(caught.value)
-        assert "not used in producing" not in str(caught.value)
-
-    run_ranks(work, 2)
+    wrapped = MiniDDP(AnyOrder())
+    torch.manual_seed(rank)
+    x = torch.randn(3, 8, requires_grad=True) * 2
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="of the user"):
+        wrapped(x, [0, 1, 2, 3]).sum().backward()
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
+        wrapped(torch.randn(3, 8), [0, 1, 2, 3])
+    assert "That backward raised an exception after its last gradient." in str(caught.value)
+    assert "not used in producing" not in str(caught.value)
 
 
 def two_threads_fill_two_buckets(rank: int, repeats: int, wrapper: type[MiniDDP]) -> set:

@@ -17,15 +17,16 @@ from labkit.testing.invariants import (
     assert_gradients_agree,
     assert_gradients_equal,
     assert_replicas_agree,
+    clipping_equals_full_batch,
     gradients_equal_full_batch,
+    initial_state_is_broadcast,
+    missing_counts_as_zeros,
     violations,
 )
-from labkit.testing.museum.after_backward import BufferUsedInFlight
-from labkit.testing.museum.parts import AveragingTrainer
+from labkit.testing.museum.parts import AveragingTrainer, Trainer
 from labkit.testing.overlap import communication_overlaps_backward
 from labkit.testing.watch import WrittenInFlightError, late_collectives
-
-EVERY_CHECK = (*INVARIANTS, communication_overlaps_backward)
+from tests.on_ranks import on_ranks
 
 
 def error_of(check, *arguments):
@@ -39,47 +40,37 @@ def error_of(check, *arguments):
 
 def test_torchs_ddp_obeys_every_invariant_and_overlaps():
     def work():
-        ddp = partial(DistributedDataParallel, find_unused_parameters=True)
-        as_views = partial(ddp, gradient_as_bucket_view=True, bucket_cap_mb=0.0003)
-        ways = (ddp, as_views, DistributedDataParallel)
-        return [list(violations(wrap, invariants=EVERY_CHECK)) for wrap in ways]
+        keywords = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0003}
+        ddp = partial(DistributedDataParallel, find_unused_parameters=True, **keywords)
+        every = (*INVARIANTS, communication_overlaps_backward)
+        plain = violations(DistributedDataParallel, invariants=[missing_counts_as_zeros])
+        return list(violations(ddp, invariants=every)), list(plain)
 
     found = run_ranks(work, 3, timeout=600, device="cpu")
-    assert found == [[[], [], ["missing_counts_as_zeros"]]] * 3
+    assert found == [([], ["missing_counts_as_zeros"])] * 3
 
 
-def test_an_implementation_that_raises_on_one_rank_is_reported_on_all_without_a_hang():
-    class RaisesOnRank1:
-        def __init__(self, module):
-            self.module = module
-
+@on_ranks(3, timeout=300, device="cpu")
+def test_an_implementation_that_raises_on_one_rank_is_reported_on_all_without_a_hang(rank):
+    class RaisesOnRank1(AveragingTrainer):
         def __call__(self, inputs):
             if dist.get_rank() == 1:
                 raise KeyError("no such thing")
-            return self.module(inputs)
+            return super().__call__(inputs)
 
-        def finish(self):
-            for parameter in self.module.parameters():
-                dist.all_reduce(parameter.grad)
-
-    def work(rank):
-        with pytest.raises(InvariantError) as caught:
-            gradients_equal_full_batch(RaisesOnRank1)
-        assert caught.value.invariant == "gradients_equal_full_batch"
-        assert ("KeyError" if rank == 1 else "rank 1 raised KeyError") in caught.value.found
-
-    run_ranks(work, 3, timeout=300, device="cpu")
+    with pytest.raises(InvariantError) as caught:
+        gradients_equal_full_batch(RaisesOnRank1)
+    assert caught.value.invariant == "gradients_equal_full_batch"
+    assert ("KeyError" if rank == 1 else "rank 1 raised KeyError") in caught.value.found
 
 
+@on_ranks(2, device="cpu")
 def test_a_copy_that_is_trained_in_the_place_of_the_module_is_found_out():
-    def work():
-        with pytest.raises(InvariantError) as caught:
-            communication_overlaps_backward(lambda m: DistributedDataParallel(copy.deepcopy(m)))
-        assert caught.value.where == "the module that was wrapped"
-        assert caught.value.found == "no gradient arrived in it"
-        assert "a copy of the module" in caught.value.cause
-
-    run_ranks(work, 2, device="cpu")
+    with pytest.raises(InvariantError) as caught:
+        communication_overlaps_backward(lambda m: DistributedDataParallel(copy.deepcopy(m)))
+    assert caught.value.where == "the module that was wrapped"
+    assert caught.value.found == "no gradient arrived in it"
+    assert "a copy of the module" in caught.value.cause
 
 
 def model(seed: int) -> nn.Module:
@@ -90,7 +81,8 @@ def model(seed: int) -> nn.Module:
     return module
 
 
-def test_what_differs_is_named_with_its_rank_on_every_rank():
+@on_ranks(3, device="cpu")
+def test_what_differs_is_named_with_its_rank_on_every_rank(rank):
     def one_bit(module, rank):
         weight = module[2].weight.data
         if rank == 2:
@@ -108,42 +100,37 @@ def test_what_differs_is_named_with_its_rank_on_every_rank():
     def only_rank_0(module, rank):
         module[0].weight.grad += float(rank == 0)
 
-    def work(rank):
-        found = {}
-        for change in (one_bit, a_buffer, equal_nans, no_gradient, only_rank_0):
-            change(module := model(0), rank)
-            checks = (assert_replicas_agree, assert_gradients_agree)
-            found[change.__name__] = tuple(error_of(check, module) for check in checks)
-        a_buffer(module := model(0), rank)
-        assert_replicas_agree(module, buffers=False)
-        shape = error_of(assert_replicas_agree, nn.Linear(3, 4 + rank))
-        bit, buffer = found["one_bit"][0], found["a_buffer"][0]
-        assert (bit.rank, bit.where) == (2, "2.weight")
-        assert "1 of 8 elements" in bit.found
-        assert (buffer.rank, buffer.where) == (1, "1.running_mean")
-        assert "4 of 4 elements differ from rank 0's, by 1 at most" in buffer.found
-        assert found["equal_nans"] == (None, None)
-        none, one = found["no_gradient"][1], found["only_rank_0"][1]
-        assert (none.rank, none.where, none.found) == (1, "2.bias.grad", "None")
-        assert (one.rank, one.where) == (1, "0.weight.grad")
-        assert (shape.rank, shape.found) == (1, "a tensor of float32 [5, 3]")
-        assert "[4, 3], as on rank 0" in shape.expected
-
-    run_ranks(work, 3, device="cpu")
+    found = {}
+    for change in (one_bit, a_buffer, equal_nans, no_gradient, only_rank_0):
+        change(module := model(0), rank)
+        checks = (assert_replicas_agree, assert_gradients_agree)
+        found[change.__name__] = tuple(error_of(check, module) for check in checks)
+    a_buffer(module := model(0), rank)
+    assert_replicas_agree(module, buffers=False)
+    shape = error_of(assert_replicas_agree, nn.Linear(3, 4 + rank))
+    bit, buffer = found["one_bit"][0], found["a_buffer"][0]
+    assert (bit.rank, bit.where) == (2, "2.weight")
+    assert "1 of 8 elements" in bit.found
+    assert (buffer.rank, buffer.where) == (1, "1.running_mean")
+    assert "4 of 4 elements differ from rank 0's, by 1 at most" in buffer.found
+    assert found["equal_nans"] == (None, None)
+    none, one = found["no_gradient"][1], found["only_rank_0"][1]
+    assert (none.rank, none.where, none.found) == (1, "2.bias.grad", "None")
+    assert (one.rank, one.where) == (1, "0.weight.grad")
+    assert (shape.rank, shape.found) == (1, "a tensor of float32 [5, 3]")
+    assert "[4, 3], as on rank 0" in shape.expected
 
 
-def test_a_true_gradient_without_a_trainable_parameter_is_an_error_that_names_it():
-    def work(rank):
-        module = nn.Linear(3, 2)
-        module.weight.grad, module.bias.grad = torch.ones(2, 3), torch.ones(2)
-        true = {name: p.grad.clone() for name, p in module.named_parameters()}
-        module.bias.requires_grad_(rank != 1)
-        with pytest.raises(InvariantError) as caught:
-            assert_gradients_equal(module, true)
-        found = caught.value
-        assert (found.rank, found.where, found.found) == (1, "bias.grad", "a frozen parameter")
-
-    run_ranks(work, 2, device="cpu")
+@on_ranks(2, device="cpu")
+def test_a_true_gradient_without_a_trainable_parameter_is_an_error_that_names_it(rank):
+    module = nn.Linear(3, 2)
+    module.weight.grad, module.bias.grad = torch.ones(2, 3), torch.ones(2)
+    true = {name: p.grad.clone() for name, p in module.named_parameters()}
+    module.bias.requires_grad_(rank != 1)
+    with pytest.raises(InvariantError) as caught:
+        assert_gradients_equal(module, true)
+    found = caught.value
+    assert (found.rank, found.where, found.found) == (1, "bias.grad", "a frozen parameter")
 
 
 # What each rank does to the right gradient; then the ratio and the cosine, and a part of the cause.
@@ -158,37 +145,29 @@ MISTAKES = {
 }
 
 
-def test_gradients_equal_tells_a_scale_bug_from_a_direction_bug():
-    def work(rank):
-        right = torch.arange(1.0, 7.0).view(2, 3)
-        for mistake, ratio, cosine, cause in MISTAKES.values():
-            module = nn.Linear(3, 2, bias=False)
-            module.weight.grad = right.clone()
+@on_ranks(3, device="cpu")
+def test_gradients_equal_tells_a_scale_bug_from_a_direction_bug(rank):
+    right = torch.arange(1.0, 7.0).view(2, 3)
+    for mistake, ratio, cosine, cause in MISTAKES.values():
+        module = nn.Linear(3, 2, bias=False)
+        module.weight.grad = right.clone()
+        assert_gradients_equal(module, {"weight": right})
+        module.weight.grad = mistake(right, rank)
+        with pytest.raises(InvariantError) as caught:
             assert_gradients_equal(module, {"weight": right})
-            module.weight.grad = mistake(right, rank)
-            with pytest.raises(InvariantError) as caught:
-                assert_gradients_equal(module, {"weight": right})
-            error = caught.value
-            assert error.where == "weight.grad"
-            assert cause in error.cause
-            if ratio is not None:
-                assert error.comparison.ratio == pytest.approx(ratio)
-            if cosine is not None:
-                assert error.comparison.cosine == pytest.approx(cosine)
-            elif error.comparison is not None:
-                assert not error.comparison.cosine > 0.99
-
-    run_ranks(work, 3, device="cpu")
+        error = caught.value
+        assert error.where == "weight.grad"
+        assert cause in error.cause
+        if ratio is not None:
+            assert error.comparison.ratio == pytest.approx(ratio)
+        if cosine is not None:
+            assert error.comparison.cosine == pytest.approx(cosine)
+        elif error.comparison is not None:
+            assert not error.comparison.cosine > 0.99
 
 
-class SwallowsWhatIsRaised:
+class SwallowsWhatIsRaised(Trainer):
     """Rank 1 leaves one gradient out; what its collectives raise, no rank lets through."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.module(inputs)
 
     def finish(self) -> None:
         for index, parameter in enumerate(self.module.parameters()):
@@ -258,50 +237,46 @@ class Unfreezes(ClipsTheAverage):
 
 def test_what_the_invariants_were_blind_to_is_found():
     wrong = {
-        AlwaysRescales: "clipping_equals_full_batch",
-        ClipsWithoutNaN: "clipping_equals_full_batch",
-        HidesNaN: "gradients_equal_full_batch",
-        Clamps: "gradients_equal_full_batch",
-        DividesByThree: "gradients_equal_full_batch",
-        Unfreezes: "initial_state_is_broadcast",
-        BufferUsedInFlight: "gradients_equal_full_batch",
+        AlwaysRescales: clipping_equals_full_batch,
+        ClipsWithoutNaN: clipping_equals_full_batch,
+        HidesNaN: gradients_equal_full_batch,
+        Clamps: gradients_equal_full_batch,
+        Unfreezes: initial_state_is_broadcast,
     }
 
-    def work():
-        found = {wrap: violations(wrap) for wrap in wrong}
-        return list(violations(ClipsTheAverage)), found
+    checks = list(dict.fromkeys(wrong.values()))
 
-    on_two, on_three = (run_ranks(work, ranks, timeout=300, device="cpu") for ranks in (2, 3))
-    for right, found in (*on_two, *on_three):
-        assert right == []
-        for wrap, invariant in wrong.items():
-            if wrap is not DividesByThree:
-                assert invariant in found[wrap], wrap
-    for (_, on_2), (_, on_3) in zip(on_two, on_three, strict=False):
-        assert "gradients_equal_full_batch" in on_2[DividesByThree]
-        assert on_3[DividesByThree] == {}
+    def three() -> tuple[list[dict], list[set[str]]]:
+        right = [violations(ClipsTheAverage, invariants=checks)]
+        right.append(violations(DividesByThree, invariants=[gradients_equal_full_batch]))
+        return right, [set(violations(wrap, invariants=[one])) for wrap, one in wrong.items()]
+
+    def two() -> set[str]:
+        return set(violations(DividesByThree, invariants=[gradients_equal_full_batch]))
+
+    caught = [{one.__name__} for one in wrong.values()]
+    assert run_ranks(three, 3, timeout=300, device="cpu") == [([{}, {}], caught)] * 3
+    assert run_ranks(two, 2, device="cpu") == [{"gradients_equal_full_batch"}] * 2
 
 
-def test_a_tensor_that_is_changed_or_freed_before_its_collective_has_ended_is_an_error():
+@on_ranks(2, device="cpu")
+def test_a_tensor_that_is_changed_or_freed_before_its_collective_has_ended_is_an_error(rank):
     def written(tensor):
         tensor += 1
 
     def freed(tensor):
         tensor.untyped_storage().resize_(0)
 
-    def work(rank):
-        with late_collectives():
-            for misuse in (written, freed):
-                tensor = torch.full((3,), float(rank))
-                work = dist.all_reduce(tensor, async_op=True)
-                misuse(tensor)
-                with pytest.raises(WrittenInFlightError, match="changed or freed"):
-                    work.wait()
-            first, second = torch.ones(2), torch.full((2,), float("nan"))
-            works = [dist.all_reduce(each, async_op=True) for each in (first, second)]
-            assert first.tolist() == [1, 1]
-            works[1].wait()  # carries out both
-            works[0].wait()
-            assert first.tolist() == [2, 2]
-
-    run_ranks(work, 2, device="cpu")
+    with late_collectives():
+        for misuse in (written, freed):
+            tensor = torch.full((3,), float(rank))
+            work = dist.all_reduce(tensor, async_op=True)
+            misuse(tensor)
+            with pytest.raises(WrittenInFlightError, match="changed or freed"):
+                work.wait()
+        first, second = torch.ones(2), torch.full((2,), float("nan"))
+        works = [dist.all_reduce(each, async_op=True) for each in (first, second)]
+        assert first.tolist() == [1, 1]
+        works[1].wait()  # carries out both
+        works[0].wait()
+        assert first.tolist() == [2, 2]

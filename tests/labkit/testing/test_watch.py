@@ -1,7 +1,5 @@
 """The watch over collectives: what it sees, and that ranks which differ raise, not hang."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,25 +8,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.watch import CollectiveMismatchError, RecordedCollectives, SameCollectives
+from tests.on_ranks import on_ranks
 
 
-def test_it_records_what_python_and_what_the_cpp_reducer_of_ddp_launch_in_order():
-    def work(rank):
-        with RecordedCollectives() as python:
-            dist.broadcast(torch.full((2, 3), float(rank)), 0)
-            dist.all_reduce(torch.ones(5, dtype=torch.float64) * rank)
-            dist.barrier()
-        ddp = DistributedDataParallel(nn.Linear(3, 2))
-        with RecordedCollectives() as cpp:
-            ddp(torch.full((1, 3), float(rank))).sum().backward()
-        assert [launch.op for launch in python.launched] == ["broadcast_", "allreduce_", "barrier"]
-        assert python.launched[0].shapes == ((2, 3),)
-        assert (python.launched[1].dtype, python.launched[1].bytes) == ("float64", 40)
-        assert [(launch.op, launch.shapes, launch.bytes) for launch in cpp.launched] == [
-            ("allreduce_", ((8,),), 32)
-        ]
-
-    run_ranks(work, 2, device="cpu")
+@on_ranks(2, device="cpu")
+def test_it_records_what_python_and_what_the_cpp_reducer_of_ddp_launch_in_order(rank):
+    with RecordedCollectives() as python:
+        dist.broadcast(torch.full((2, 3), float(rank)), 0)
+        dist.all_reduce(torch.ones(5, dtype=torch.float64) * rank)
+        dist.barrier()
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    with RecordedCollectives() as cpp:
+        ddp(torch.full((1, 3), float(rank))).sum().backward()
+    assert [launch.op for launch in python.launched] == ["broadcast_", "allreduce_", "barrier"]
+    assert python.launched[0].shapes == ((2, 3),)
+    assert (python.launched[1].dtype, python.launched[1].bytes) == ("float64", 40)
+    assert [(launch.op, launch.shapes, launch.bytes) for launch in cpp.launched] == [
+        ("allreduce_", ((8,),), 32)
+    ]
 
 
 def test_point_to_point_messages_are_not_collectives():
@@ -86,31 +83,27 @@ WAYS = {
 }
 
 
-def test_ranks_that_differ_raise_on_every_rank_at_once_and_say_where():
-    def work(rank, world_size):
-        for way, said in WAYS.items():
-            own = way is one_raises and rank == 1
-            with (
-                pytest.raises(KeyError if own else CollectiveMismatchError) as caught,
-                SameCollectives(timeout=600),
-            ):
-                way(rank)
-            words = ["this rank's own mistake"] if own else ["rank 0:", "rank 1:", *said]
-            assert all(word in str(caught.value) for word in words), way.__name__
-        after = torch.tensor([float(rank)])
-        dist.all_reduce(after)  # the ranks can still communicate
-        assert after.item() == 0 + 1 + 2
-
-    # Much less than the watch's own timeout: it knows, and waits for none.
-    run_ranks(work, 3, timeout=200, device="cpu")
+# Much less than the watch's own timeout: it knows, and waits for none.
+@on_ranks(3, timeout=200, device="cpu")
+def test_ranks_that_differ_raise_on_every_rank_at_once_and_say_where(rank, world_size):
+    for way, said in WAYS.items():
+        own = way is one_raises and rank == 1
+        with (
+            pytest.raises(KeyError if own else CollectiveMismatchError) as caught,
+            SameCollectives(timeout=600),
+        ):
+            way(rank)
+        words = ["this rank's own mistake"] if own else ["rank 0:", "rank 1:", *said]
+        assert all(word in str(caught.value) for word in words), way.__name__
+    after = torch.tensor([float(rank)])
+    dist.all_reduce(after)  # the ranks can still communicate
+    assert after.item() == 0 + 1 + 2
 
 
-def test_a_rank_that_never_comes_is_reported_within_the_timeout():
-    def work(rank):
-        with SameCollectives(timeout=5):
-            if rank == 1:
-                time.sleep(100)
+@on_ranks(2, device="cpu", stuck_after=20)
+def test_a_rank_that_never_comes_is_reported_within_the_timeout(rank):
+    watch = SameCollectives(timeout=2)
+    if rank == 0:
+        with pytest.raises(CollectiveMismatchError, match=r"has not answered for 2 s"), watch:
             dist.all_reduce(torch.ones(2))
-
-    with pytest.raises(CollectiveMismatchError, match=r"has not answered for 5 s"):
-        run_ranks(work, 2, device="cpu")
+    dist.barrier()

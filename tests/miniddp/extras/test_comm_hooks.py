@@ -23,9 +23,8 @@ def batch(rank: int) -> Tensor:
     return MODELS["mlp"].batch(5)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_our_hooks_are_bitwise_equal_to_torchs_on_both_wrappers(world_size):
-    for found in run_ranks(hooks, world_size, device="cpu"):
+def test_our_hooks_are_bitwise_equal_to_torchs_on_both_wrappers():
+    for found in run_ranks(hooks, 3, device="cpu"):
         for hook, distances in found.items():
             assert {way: d for way, d in distances.items() if not d.bitwise} == {}, hook
 
@@ -65,6 +64,7 @@ def test_compression_refuses_complex_gradients_on_every_rank():
             wrapped(torch.randn(16, 12, dtype=torch.complex64)).backward()
 
 
+@on_ranks(2)
 def test_what_cannot_be_a_hook_is_refused_and_so_is_a_second_one():
     def without_bucket(state, gradients): ...
 
@@ -72,21 +72,18 @@ def test_what_cannot_be_a_hook_is_refused_and_so_is_a_second_one():
 
     def with_wrong_result(state, bucket) -> int: ...
 
-    def work():
-        wrapped = DropIn(seeded("mlp", CPU))
-        for hook, said in (
-            (3, "must be callable"),
-            (without_bucket, "must be named bucket"),
-            (with_wrong_bucket, "bucket annotation"),
-            (with_wrong_result, "return annotation"),
-        ):
-            with pytest.raises((TypeError, ValueError), match=said):
-                wrapped.register_comm_hook(None, hook)
+    wrapped = DropIn(seeded("mlp", CPU))
+    for hook, said in (
+        (3, "must be callable"),
+        (without_bucket, "must be named bucket"),
+        (with_wrong_bucket, "bucket annotation"),
+        (with_wrong_result, "return annotation"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            wrapped.register_comm_hook(None, hook)
+    wrapped.register_comm_hook(None, comm_hooks.average)
+    with pytest.raises(RuntimeError, match="only be called once"):
         wrapped.register_comm_hook(None, comm_hooks.average)
-        with pytest.raises(RuntimeError, match="only be called once"):
-            wrapped.register_comm_hook(None, comm_hooks.average)
-
-    run_ranks(work, 2)
 
 
 # The hook that reduces inside nodes and then across them ------------------------------------------
@@ -108,11 +105,10 @@ def hierarchically(rank: int, ranks_per_node: int) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("count", "size"), [(2, 2), (3, 2), (2, 4)])
-def test_it_averages_under_both_wrappers_as_one_process_with_the_full_batch(count, size):
+def test_it_averages_under_both_wrappers_as_one_process_with_the_full_batch():
     full = seeded("mlp", CPU)
-    full(torch.cat([batch(rank) for rank in range(count * size)])).pow(2).mean().backward()
-    of_rank = run_ranks(hierarchically, count * size, size)
+    full(torch.cat([batch(rank) for rank in range(6)])).pow(2).mean().backward()
+    of_rank = run_ranks(hierarchically, 6, 2)  # on three nodes of two ranks
     for ours, torchs, without in of_rank:
         assert all(map(torch.equal, ours, of_rank[0][0])), "the same bits on every rank"
         assert all(map(torch.equal, ours, torchs))

@@ -5,36 +5,31 @@ import warnings
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from labkit.launch.ranks import run_ranks
 from labkit.profiling.step_cost import ring_bytes, step_cost
 from labkit.testing.watch import RecordedCollectives
 from miniddp.sharded import fully_shard
 from tests.on_ranks import on_ranks
 
-SIZE = 4 * (24 * 12 + 24 * 24)  # bytes of the parameters, which 2 and 4 ranks share evenly
+SIZE = 4 * (24 * 12 + 24 * 24)  # bytes of the parameters, which 4 ranks share evenly
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_one_group_is_kept_whole_until_backward_as_torch_keeps_it(world_size):
-    def work(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(12, 24, bias=False), nn.Linear(24, 24, bias=False))
-        model = fully_shard(model)
-        batch = torch.randn(5, 12, generator=torch.Generator().manual_seed(rank))
-        optimizer = torch.optim.Adam(model.parameters())
-        found = step_cost(model, optimizer, lambda model: model(batch).pow(2).mean())
-        share = SIZE // world_size
-        assert 2 * (SIZE - share) <= found.sent <= 2 * (SIZE - share) + 64 * world_size
-        for held in (found.parameters, found.gradients, found.state - share):
-            assert share <= held <= share + 64
-
-    run_ranks(work, world_size)
+@on_ranks(4)
+def test_one_group_is_kept_whole_until_backward_as_torch_keeps_it(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 24, bias=False), nn.Linear(24, 24, bias=False))
+    model = fully_shard(model)
+    batch = torch.randn(5, 12, generator=torch.Generator().manual_seed(rank))
+    optimizer = torch.optim.Adam(model.parameters())
+    found = step_cost(model, optimizer, lambda model: model(batch).pow(2).mean())
+    share = SIZE // 4
+    assert 2 * (SIZE - share) <= found.sent <= 2 * (SIZE - share) + 64 * 4
+    for held in (found.parameters, found.gradients, found.state - share):
+        assert share <= held <= share + 64
 
 
 class Pairs(nn.Module):

@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-
-# The function that keeps whole parameters with FSDP2's machinery has no public name yet.
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from labkit.launch.ranks import run_ranks
@@ -28,7 +24,7 @@ from miniddp.sharded import (
     load_full_state_dict,
 )
 from tests.ddp_models import MODELS, POLICIES, Model, loss_of, whole
-from tests.miniddp.beside_torch import distance, shard, train_sharded
+from tests.miniddp.beside_torch import CPU, distance, mesh_of, seeded, shard, train_sharded
 from tests.on_ranks import on_ranks
 
 
@@ -80,88 +76,72 @@ REFUSED = {"odd shapes", "convolution", "complex"}
 NOT_IN_TORCH = {"mixed dtypes", "sparse embedding", "branches", "in place"}
 
 
-def compare_models(rank: int, world_size: int, accumulate: bool) -> None:
+def compare_models(rank: int, world_size: int) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     # torch's SGD rounds bfloat16 at the end of a tensor otherwise than in its middle; torch
     # reduces a parameter that is used twice in two messages, and each is a rounded average.
     wider = {"mixed dtypes": 2e-2, "a parameter used twice": 1e-6}
-    for name, (build, draw) in ALL.items():
-        if name in REFUSED:
-            continue
-        print(name)  # shown if the call fails, and then the last one is the culprit
+    for name in (name for name in ALL if name not in REFUSED):
+        build, draw = ALL[name]
         torch.manual_seed(7)
-        module, micro_batches = build(), 3 if accumulate else 1
-
-        def trained(model: nn.Module, draw=draw, micro_batches=micro_batches) -> list:
-            return train_sharded(model, draw, rank, micro_batches=micro_batches)
-
-        ours = trained(shard(copy.deepcopy(module), name, fully_shard))
-        if name == "sparse embedding":  # ours alone takes it; `dense embedding` has the numbers
-            continue
-        others = [
-            shard(copy.deepcopy(module), name, how)
-            for how in ((torchs_fully_shard, replicate) if name not in NOT_IN_TORCH else ())
-        ]
+        module = build()
         # In `MiniDDP` a forward under no_sync must be like the one that ends it.
-        if not (accumulate and name == "branches"):
-            others.append(MiniDDP(module, find_unused_parameters=name == "branches"))
+        micro_batches = (1, 1, 1) if name == "branches" else (2, 1, 2)
+        ways = [fully_shard, *[torchs_fully_shard] * (name not in NOT_IN_TORCH)]
+        models = [shard(copy.deepcopy(module), name, how) for how in ways]
+        if name != "sparse embedding":  # ours alone takes it; `dense embedding` has the numbers
+            models.append(MiniDDP(module, find_unused_parameters=name == "branches"))
+        ours, *others = (train_sharded(m, draw, rank, CPU, micro_batches) for m in models)
         bound = max(0.0 if world_size == 2 else 1e-4, wider.get(name, 0.0))
-        for other in others:
-            far = distance(ours, trained(other)).largest
-            assert far <= bound, f"{name}, {type(other).__name__}"
+        for model, theirs in zip(models[1:], others, strict=True):
+            assert distance(ours, theirs).largest <= bound, f"{name}, {type(model).__name__}"
 
 
-@pytest.mark.parametrize(
-    "world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
-)
-@pytest.mark.parametrize("accumulate", [False, True], ids=["each backward", "accumulation of 3"])
-def test_training_equals_torchs_and_ddps(world_size, accumulate):
-    run_ranks(compare_models, world_size, accumulate, timeout=600)
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_training_equals_torchs_and_ddps(world_size):
+    run_ranks(compare_models, world_size, timeout=600)
 
 
-def options_of(name: str, world_size: int) -> dict[str, Any]:
+def options_of(name: str) -> dict[str, Any]:
     if name in POLICIES:
         return {"mp_policy": POLICIES[name]}
     if name.startswith("hybrid"):
-        names = ("replicate", "shard")
-        return {"mesh": init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)}
+        return {"mesh": mesh_of(CPU, 2, 2)}
     return {"reshard_after_forward": name != "kept whole"}
 
 
-OPTIONS = [*POLICIES, "kept whole", "hybrid", "hybrid, late all-reduce", "divided by 3"]
-
-
-def compare_options(rank: int, world_size: int, name: str) -> None:
+def compare_options(rank: int, names: list[str]) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
-    kind = "transformer" if name == "bfloat16, reduced in float32" else "mlp"
-    build, draw = ALL[kind]
-    torch.manual_seed(7)
-    module = build()
-    seen, norms, clipped = [], [], []
-    for how in (fully_shard, torchs_fully_shard):
-        model = shard(copy.deepcopy(module), kind, how, **options_of(name, world_size))
-        if name == "divided by 3":
-            model.set_gradient_divide_factor(3.0)
-            if how is torchs_fully_shard:  # gloo cannot multiply before it sums
-                model.set_force_sum_reduction_for_comms(True)
-        if name == "hybrid, late all-reduce":
-            torch.manual_seed(100 + rank)
-            model.set_requires_all_reduce(False)
-            loss_of(model(draw(4))).backward()
-            model.set_requires_all_reduce(True)
-        seen.append(train_sharded(model, draw, rank, micro_batches=3))
-        clip = clip_grad_norm_ if how is fully_shard else nn.utils.clip_grad_norm_
-        norm = clip(model.parameters(), 1e-3)
-        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        clipped.append([whole(p.grad, p) for p in model.parameters()])
-    assert distance(*clipped).largest < 1e-6
-    assert distance(*seen).bitwise
-    assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-6)
+    for name in names:
+        kind = "transformer" if name == "bfloat16, reduced in float32" else "mlp"
+        draw, seen, norms, clipped = MODELS[kind].batch, [], [], []
+        for how in (fully_shard, torchs_fully_shard):
+            model = shard(seeded(kind, CPU), kind, how, **options_of(name))
+            if name == "divided by 3":
+                model.set_gradient_divide_factor(3.0)
+                if how is torchs_fully_shard:  # gloo cannot multiply before it sums
+                    model.set_force_sum_reduction_for_comms(True)
+            if name == "hybrid, late all-reduce":
+                torch.manual_seed(100 + rank)
+                model.set_requires_all_reduce(False)
+                loss_of(model(draw(4))).backward()
+                model.set_requires_all_reduce(True)
+            seen.append(train_sharded(model, draw, rank, CPU, (2, 1, 2)))
+            clip = clip_grad_norm_ if how is fully_shard else nn.utils.clip_grad_norm_
+            norm = clip(model.parameters(), 1e-3)
+            norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            clipped.append([whole(p.grad, p) for p in model.parameters()])
+        assert distance(*clipped).largest < 1e-6, name
+        assert distance(*seen).bitwise, name
+        assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_do_what_they_do_in_torch(name):
-    run_ranks(compare_options, 4 if name.startswith("hybrid") else 2, name)
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [(2, [*POLICIES, "kept whole", "divided by 3"]), (4, ["hybrid", "hybrid, late all-reduce"])],
+)
+def test_options_do_what_they_do_in_torch(world_size, names):
+    run_ranks(compare_options, world_size, names, timeout=300)
 
 
 def batches(count: int, draw) -> list[torch.Tensor]:
@@ -227,7 +207,8 @@ def test_a_forward_without_a_backward_leaves_no_old_parameters_to_the_next_one(r
         torch.testing.assert_close(outputs, alone(batch).detach())
 
 
-def test_a_step_after_interruptions_and_with_two_forwards_per_backward_is_right():
+@on_ranks(2)
+def test_a_step_after_interruptions_and_with_two_forwards_per_backward_is_right(rank: int):
     build, draw = MODELS["mlp"]
 
     def new(how: Any) -> nn.Module:
@@ -238,24 +219,21 @@ def test_a_step_after_interruptions_and_with_two_forwards_per_backward_is_right(
         torch.manual_seed(rank)
         return draw(4)
 
-    def work(rank: int) -> None:
-        batch, alone = batch_of(rank), new(lambda part: part)
-        for other in map(batch_of, range(2)):
-            ((loss_of(alone(other)) + loss_of(alone(other / 2))) / 2).backward()
-        for fails in (False, True):
-            model = new(fully_shard)
-            if fails:
-                with pytest.raises(RuntimeError):
-                    model(torch.randn(2, 5))
-                output = model(batch)
-                output.register_hook(lambda gradient: (_ for _ in ()).throw(RuntimeError("stop")))
-                with pytest.raises(RuntimeError, match="stop"):
-                    output.sum().backward()
-                with torch.no_grad():
-                    model(batch)
-                model.zero_grad()
-            (loss_of(model(batch)) + loss_of(model(batch / 2))).backward()
-            for sharded, parameter in zip(model.parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(whole(sharded.grad, sharded), parameter.grad)
-
-    run_ranks(work, 2)
+    batch, alone = batch_of(rank), new(lambda part: part)
+    for other in map(batch_of, range(2)):
+        ((loss_of(alone(other)) + loss_of(alone(other / 2))) / 2).backward()
+    for fails in (False, True):
+        model = new(fully_shard)
+        if fails:
+            with pytest.raises(RuntimeError):
+                model(torch.randn(2, 5))
+            output = model(batch)
+            output.register_hook(lambda gradient: (_ for _ in ()).throw(RuntimeError("stop")))
+            with pytest.raises(RuntimeError, match="stop"):
+                output.sum().backward()
+            with torch.no_grad():
+                model(batch)
+            model.zero_grad()
+        (loss_of(model(batch)) + loss_of(model(batch / 2))).backward()
+        for sharded, parameter in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(sharded.grad, sharded), parameter.grad)

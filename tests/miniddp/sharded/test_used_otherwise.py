@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from labkit.launch.ranks import run_ranks
 from miniddp import MiniDDP
 from miniddp.sharded import (
     clip_grad_norm_,
@@ -224,22 +223,19 @@ def test_modules_of_one_class_still_have_one_class() -> None:
     assert type(one) is type(other) is not type(third)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_kind_of_norm_is_that_of_the_whole_gradient(world_size):
-    def work(rank: int) -> None:
-        net = build(fully_shard)
-        net(torch.randn(4, 12, generator=torch.Generator().manual_seed(rank))).sum().backward()
-        used = [p for p in net.parameters() if p.grad is not None]
-        wholes = [p.sharding.gather(p.grad) for p in used]
-        for kind in (1.0, 2.0, 3.0, float("inf")):
-            before = copy.deepcopy([p.grad for p in used])
-            ours = clip_grad_norm_(used, 0.1, norm_type=kind)
-            assert float(ours) == pytest.approx(float(nn.utils.get_total_norm(wholes, kind)), 1e-5)
-            for parameter, gradient in zip(used, before, strict=True):
-                parameter.grad = gradient
-        if rank == 1:
-            used[0].grad.fill_(float("nan"))
-        with pytest.raises(RuntimeError, match="nan"):
-            clip_grad_norm_(used, 0.1, norm_type=float("inf"), error_if_nonfinite=True)
-
-    run_ranks(work, world_size)
+@on_ranks(3)
+def test_every_kind_of_norm_is_that_of_the_whole_gradient(rank: int) -> None:
+    net = build(fully_shard)
+    net(torch.randn(4, 12, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    used = [p for p in net.parameters() if p.grad is not None]
+    wholes = [p.sharding.gather(p.grad) for p in used]
+    for kind in (1.0, 2.0, 3.0, float("inf")):
+        before = copy.deepcopy([p.grad for p in used])
+        ours = clip_grad_norm_(used, 0.1, norm_type=kind)
+        assert float(ours) == pytest.approx(float(nn.utils.get_total_norm(wholes, kind)), 1e-5)
+        for parameter, gradient in zip(used, before, strict=True):
+            parameter.grad = gradient
+    if rank == 1:
+        used[0].grad.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="nan"):
+        clip_grad_norm_(used, 0.1, norm_type=float("inf"), error_if_nonfinite=True)

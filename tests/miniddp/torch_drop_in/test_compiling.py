@@ -3,16 +3,16 @@
 import copy
 import warnings
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from tests.on_ranks import on_ranks
 
 LAYERS = 4  # of 1 MiB each: with caps of 1 MiB, one bucket a layer
-STEPS = 4
+STEPS = 3
 
 
 class Stack(nn.Module):
@@ -59,40 +59,35 @@ def compiled(wrapper, rank, **settings):
     return gradients, len(graphs), [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-    ],
-    ids=["plain", "unused", "static"],
-)
-def test_a_compiled_wrapper_splits_its_graph_by_the_buckets_and_reduces_as_torchs(settings):
-    def work(rank, world_size):
-        return [compiled(wrap, rank, **settings) for wrap in (DropIn, DistributedDataParallel)]
-
-    for ours, theirs in run_ranks(work, 2, timeout=600):
-        gradients, graphs, said = ours
-        assert set(said) <= set(theirs[2])
-        assert graphs == theirs[1] == LAYERS
-        for of_ours, of_theirs in zip(gradients, theirs[0], strict=True):
-            assert all(map(torch.equal, of_ours, of_theirs))
+SETTINGS = ({}, {"find_unused_parameters": True}, {"static_graph": True})
 
 
+def test_a_compiled_wrapper_splits_its_graph_by_the_buckets_and_reduces_as_torchs():
+    def work(rank):
+        both = (DropIn, DistributedDataParallel)
+        return [[compiled(wrap, rank, **settings) for wrap in both] for settings in SETTINGS]
+
+    for of_rank in run_ranks(work, 2, timeout=600):
+        for (gradients, graphs, said), theirs in of_rank:
+            assert set(said) <= set(theirs[2])
+            assert graphs == theirs[1] == LAYERS
+            for of_ours, of_theirs in zip(gradients, theirs[0], strict=True):
+                assert all(map(torch.equal, of_ours, of_theirs))
+
+
+@on_ranks(2)
 def test_a_wrapper_inside_a_wrapper_gives_the_outer_one_back_to_dynamo():
-    def work(rank, world_size):
-        seen = []
+    seen = []
 
-        class Spy(nn.Linear):
-            def forward(self, x):
-                seen.append(DistributedDataParallel._get_active_ddp_module())
-                return super().forward(x)
+    class Spy(nn.Linear):
+        def forward(self, x):
+            seen.append(DistributedDataParallel._get_active_ddp_module())
+            return super().forward(x)
 
-        inner = DropIn(Spy(4, 4))
-        outer = DropIn(nn.Sequential(inner, Spy(4, 4)))
-        copy.deepcopy(outer)  # a copy is made outside of a forward
-        outer(torch.ones(2, 4)).sum().backward()
-        return [wrapper is expected for wrapper, expected in zip(seen, (inner, outer), strict=True)]
-
-    assert run_ranks(work, 2) == [[True, True]] * 2
+    inner = DropIn(Spy(4, 4))
+    outer = DropIn(nn.Sequential(inner, Spy(4, 4)))
+    copy.deepcopy(outer)  # a copy is made outside of a forward
+    outer(torch.ones(2, 4)).sum().backward()
+    assert seen[0] is inner
+    assert seen[1] is outer
+    assert len(seen) == 2

@@ -8,22 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
 from miniddp import MiniDDP
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from tests.ddp_models import linear
+from tests.ddp_models import rows as inputs
 from tests.on_ranks import on_ranks
 
 NO_HANG = 120  # seconds, of which ranks that agree need one
-
-
-def linear() -> nn.Linear:
-    torch.manual_seed(3)
-    return nn.Linear(3, 2)
-
-
-def inputs(rank: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def error_of(act: Callable[[], object]) -> str:
@@ -232,24 +224,22 @@ def test_a_static_graph_refuses_a_part_that_its_first_iteration_did_not_have(ran
     assert "The parameter is right." in error
 
 
-def test_an_interrupted_first_backward_teaches_a_static_graph_nothing():
+@on_ranks(2, timeout=NO_HANG)
+def test_an_interrupted_first_backward_teaches_a_static_graph_nothing(rank):
     def interrupt(gradient):
         raise ValueError("interrupted")
 
-    def work(rank):
-        ddp, plain = DropIn(TwoHeads(), static_graph=True), DropIn(TwoHeads())
-        left, right = ddp(inputs(rank))
-        left.register_hook(interrupt)  # backward has come by the other, younger head before
-        assert "interrupted" in error_of((left.sum() + right.sum()).backward)
-        heads = ddp.module
-        assert (heads.right.weight.grad is None, heads.left.weight.grad) == (False, None)
-        for wrapped, steps in ((ddp, range(3)), (plain, [2])):
-            for step in steps:
-                wrapped.zero_grad()
-                sum(output.square().sum() for output in wrapped(inputs(rank, step))).backward()
-        assert largest_difference(gradients(ddp), gradients(plain)) == 0
-
-    run_ranks(work, 2, timeout=NO_HANG)
+    ddp, plain = DropIn(TwoHeads(), static_graph=True), DropIn(TwoHeads())
+    left, right = ddp(inputs(rank))
+    left.register_hook(interrupt)  # backward has come by the other, younger head before
+    assert "interrupted" in error_of((left.sum() + right.sum()).backward)
+    heads = ddp.module
+    assert (heads.right.weight.grad is None, heads.left.weight.grad) == (False, None)
+    for wrapped, steps in ((ddp, range(3)), (plain, [2])):
+        for step in steps:
+            wrapped.zero_grad()
+            sum(output.square().sum() for output in wrapped(inputs(rank, step))).backward()
+    assert largest_difference(gradients(ddp), gradients(plain)) == 0
 
 
 @on_ranks(2, timeout=NO_HANG)

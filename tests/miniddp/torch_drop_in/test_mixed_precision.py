@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from tests.ddp_models import TwoHeads, rows
 from tests.on_ranks import on_ranks
 
 
@@ -107,3 +108,29 @@ def test_the_final_model_of_join_is_wide_after_a_forward_under_no_sync(rank):
                 ddp(ones()).sum().backward()
     assert ddp.module.weight.dtype == torch.float32
     assert ddp.module.weight.item() == 1
+
+
+@on_ranks(2)
+def test_parameters_are_wide_after_skipped_buckets_and_without_gradients(rank):
+    skipping = {"skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-6}
+    options = {"find_unused_parameters": True, "mixed_precision": precision(), **skipping}
+    ddp = DropIn(TwoHeads(), **options)
+    ddp(rows(rank), "a").float().sum().backward()  # b's bucket, the first one, is skipped
+    assert {parameter.dtype for parameter in ddp.parameters()} == {torch.float32}
+    with torch.no_grad():
+        ddp(rows(rank), "a")
+    assert {tensor.dtype for tensor in ddp.state_dict().values()} == {torch.float32}
+
+
+@on_ranks(2)
+def test_the_average_is_over_the_ranks_that_join_asks_for(rank):
+    full = TwoHeads()
+    full(rows(0), "b").sum().backward()
+    for initial, divisor in ((True, 2), (False, 1)):
+        ddp = DropIn(TwoHeads(), find_unused_parameters=True, mixed_precision=precision())
+        with ddp.join(divide_by_initial_world_size=initial):
+            for _ in range(2 * (1 - rank)):
+                ddp.zero_grad()
+                ddp(rows(0), "b").float().sum().backward()
+                expected = full.b.weight.grad / divisor
+                torch.testing.assert_close(ddp.module.b.weight.grad, expected, rtol=3e-2, atol=3e-2)

@@ -1,6 +1,12 @@
-"""What goes wrong around a wrapper: errors on every rank, no hang, and the next step is right."""
+"""What the wrapper does besides averaging, and what goes wrong around it.
+
+Errors come on every rank, nothing hangs, and the next step is right.
+"""
 
 import copy
+import inspect
+import pickle
+import warnings
 from collections import defaultdict
 from itertools import product
 from types import SimpleNamespace
@@ -12,24 +18,195 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
 
 from labkit.testing.compare import gradients, largest_difference
+from miniddp import MiniDDP
+from miniddp.data_parallel import gather
 from miniddp.ladder import RUNGS, Flat
 from miniddp.losses import global_mean
 from miniddp.manual import average_gradients
 from miniddp.sync_batch_norm import SyncBatchNorm
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.torch_drop_in.keywords import moved_to
+from tests.ddp_models import Branches, TwoHeads, linear, loss_of
+from tests.ddp_models import rows as inputs
 from tests.on_ranks import on_ranks
 
 
-def linear() -> nn.Linear:
-    torch.manual_seed(3)
-    return nn.Linear(3, 2)
+@on_ranks(3)
+def test_delayed_parameters_are_averaged_together_when_the_other_ones_gradient_arrives(
+    rank, world_size
+):
+    torch.manual_seed(1)
+    layers = nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)
+    module = nn.Sequential(*layers)
+    alone = copy.deepcopy(module)
+    above = [(name, p) for name, p in module.named_parameters() if not name.startswith("0.")]
+    wrapped = DropIn(
+        module, delay_all_reduce_named_params=above, param_to_hook_all_reduce=module[0].weight
+    )
+    for step in range(2):
+        wrapped.zero_grad()
+        wrapped(inputs(rank, step)).sum().backward()
+    for r in range(world_size):
+        (alone(inputs(r, 1)).sum() / world_size).backward()
+    for p, q in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
 
 
-def inputs(rank: int) -> torch.Tensor:
-    return torch.full((2, 3), float(rank + 1))
+@on_ranks(2)
+def test_no_sync_is_decided_by_the_forward_and_survives_exceptions(rank):
+    wrapped = DropIn(linear())
+    own, average = (
+        torch.stack([inputs(each).sum(0) for each in ranks]).mean(0).expand(2, 3)
+        for ranks in ([rank], [0, 1])
+    )
+    with pytest.raises(KeyError), wrapped.no_sync():
+        raise KeyError
+    assert wrapped.require_backward_grad_sync
+    with wrapped.no_sync():
+        assert not wrapped.require_backward_grad_sync
+        output = wrapped(inputs(rank))
+    assert wrapped.require_backward_grad_sync
+    output.sum().backward()  # outside: what counts is where the forward ran
+    torch.testing.assert_close(wrapped.module.weight.grad, own)
+    wrapped(inputs(rank)).sum().backward()
+    torch.testing.assert_close(wrapped.module.weight.grad, 2 * average)
+    wrapped.zero_grad()
+    output = wrapped(inputs(rank))
+    with wrapped.no_sync():
+        output.sum().backward()
+    torch.testing.assert_close(wrapped.module.weight.grad, average)
+
+
+class WithItsScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.layer(x), self.scale
+
+
+LOSSES = (lambda output, scale: output.sum(), lambda output, scale: (output * scale).sum())
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_itself_an_output_may_be_used_by_the_loss_or_ignored(rank):
+    for wrap, loss_of_outputs in product((DropIn, MiniDDP), LOSSES):
+        torch.manual_seed(3)
+        wrapped, alone = wrap(WithItsScale(), find_unused_parameters=True), WithItsScale()
+        alone.load_state_dict(wrapped.module.state_dict())
+        for step in range(3):
+            wrapped.zero_grad()
+            loss_of_outputs(*wrapped(inputs(rank, step))).backward()
+            alone.zero_grad()
+            for other in range(2):
+                (loss_of_outputs(*alone(inputs(other, step))) / 2).backward()
+            with torch.no_grad():  # nothing to gate: the caller gets the parameter itself
+                assert wrapped(inputs(rank, step))[1] is wrapped.module.scale
+            for p, q in zip(wrapped.module.parameters(), alone.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None)
+                assert p.grad is None or torch.allclose(p.grad, q.grad, atol=1e-6)
+
+
+@on_ranks(2)
+def test_strict_reports_what_each_rank_lacked_in_the_step_itself_and_on_every_rank(rank):
+    wrapped = DropIn(Branches(), strict=True)
+    torch.manual_seed(rank)
+    inputs = torch.randn(4, 12)
+    inputs[0, 0] = 1.0 if rank == 0 else -1.0
+    for _ in range(2):  # and again in the next step: nothing is left hanging
+        with pytest.raises(RuntimeError) as caught:
+            loss_of(wrapped(inputs)).backward()
+        error = str(caught.value)
+        assert "rank 0: right.weight, right.bias, never.weight, never.bias" in error
+        assert "rank 1: left.weight, left.bias, never.weight, never.bias" in error
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.shared = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = checkpoint(self.shared, self.stem(x), use_reentrant=True)
+        return checkpoint(self.shared, x, use_reentrant=True)
+
+
+@on_ranks(2)
+def test_a_second_gradient_in_one_backward_is_an_error_unless_the_graph_is_static(rank):
+    wrapped = DropIn(Twice())
+    once_only = "(?s)Expected to mark a variable ready only once.*with name shared\\."
+    with pytest.raises(RuntimeError, match=once_only):
+        wrapped(inputs(rank)).sum().backward()
+    static, full = DropIn(Twice(), static_graph=True), Twice()
+    full.load_state_dict(static.module.state_dict())
+    for step in range(3):
+        static.zero_grad()
+        static(inputs(rank, step)).sum().backward()
+    (sum(full(inputs(each, 2)).sum() for each in range(2)) / 2).backward()
+    torch.testing.assert_close(static.module.shared.weight.grad, full.shared.weight.grad)
+
+
+@on_ranks(2)
+def test_a_backward_that_creates_a_graph_averages_like_one_that_does_not(rank):
+    def of_steps(wrap, views):
+        torch.manual_seed(5)
+        module = nn.Sequential(linear(), nn.Tanh(), nn.Linear(2, 2))
+        wrapped, found = wrap(module, gradient_as_bucket_view=views), []
+        for step in range(3):
+            wrapped.zero_grad(set_to_none=step % 2 == 0)
+            loss = wrapped(inputs(rank, step)).square().mean()
+            # torch's DDP raises with create_graph=True.
+            loss.backward(create_graph=wrap is not DistributedDataParallel)
+            found += [p.grad.detach().clone() for p in wrapped.parameters()]
+        return found
+
+    for views in (False, True):
+        torchs = of_steps(DistributedDataParallel, views)
+        for wrap in (MiniDDP, DropIn):
+            assert all(map(torch.equal, of_steps(wrap, views), torchs))
+
+
+def test_the_wrapper_takes_torchs_parameters_in_torchs_order_with_torchs_defaults():
+    def described(parameter: inspect.Parameter) -> tuple[str, object, object]:
+        # What is True in torch 2.11 is None in later versions, with the same meaning.
+        same = parameter.name == "broadcast_buffers" and parameter.default is None
+        return parameter.name, True if same else parameter.default, parameter.kind
+
+    theirs = [*map(described, inspect.signature(DistributedDataParallel).parameters.values())]
+    ours = [*map(described, inspect.signature(DropIn).parameters.values())]
+    assert ours[: len(theirs)] == theirs
+    assert issubclass(DropIn, DistributedDataParallel)  # how libraries recognize a wrapper
+
+
+@on_ranks(2)
+def test_every_warning_names_the_users_line(rank):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DropIn(linear(), static_graph=True, find_unused_parameters=True)
+        DropIn(linear(), static_graph=True)._set_static_graph()
+        gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu")
+        gather([{"a": torch.tensor(1.0)}, {"a": torch.tensor(2.0)}], "cpu")
+        DropIn(linear(), broadcast_buffers=True)
+        DropIn(linear(), broadcast_buffers=True, forward_sync_buffers=True)
+        for wrapped in (DropIn(linear()), MiniDDP(linear())):
+            wrapped.module(inputs(rank)).sum().backward()
+            wrapped(inputs(rank))
+    assert [each.filename for each in caught] == [__file__] * 8
+
+
+@on_ranks(1)
+def test_what_mini_ddp_cannot_do_names_what_can():
+    wrapped = MiniDDP(linear())
+    takes_it = r"static_graph\. miniddp\.torch_drop_in\.DistributedDataParallel takes"
+    with pytest.raises(TypeError, match=takes_it):
+        MiniDDP(linear(), static_graph=True)
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"copy or save its \.module"):
+            attempt(wrapped)
 
 
 @on_ranks(2)
@@ -43,7 +220,7 @@ def test_a_rung_built_on_a_module_that_has_one_already_averages_alone(rank):
         rung = second(module)
         rung(inputs(rank)).sum().backward()
         rung.finish()
-        assert largest_difference(gradients(module), right) == 0
+        assert largest_difference(gradients(module), right) < 1e-6
 
 
 @on_ranks(2)
@@ -72,18 +249,6 @@ def average_or_fail(failing, bucket):
 
     summed = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
     return summed.get_future().then(then)
-
-
-class TwoHeads(nn.Module):
-    """The head is chosen by the caller; the other one is unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.stem, self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
-        return getattr(self, head)(self.stem(x))
 
 
 @on_ranks(2)
@@ -149,26 +314,6 @@ def test_skipped_buckets_are_not_the_last_one_and_the_rest_is_averaged(rank):
     assert largest_difference(gradients(ddp), gradients(reference)) == 0
     # Of six buckets of one tensor each, those of head a are not sent.
     assert seen == [False, False, False, True]
-
-
-class Precisions:
-    param_dtype, reduce_dtype, buffer_dtype = torch.bfloat16, torch.float32, None
-
-
-@on_ranks(2)
-def test_mixed_precision_leaves_wide_parameters_after_skipped_buckets_and_without_gradients(rank):
-    ddp = DropIn(
-        TwoHeads(),
-        find_unused_parameters=True,
-        skip_all_reduce_unused_params=True,
-        bucket_cap_mb=1e-6,
-        mixed_precision=Precisions(),
-    )
-    ddp(inputs(rank), "a").float().sum().backward()  # b's bucket, the first one, is skipped
-    assert {parameter.dtype for parameter in ddp.parameters()} == {torch.float32}
-    with torch.no_grad():
-        ddp(inputs(rank), "a")
-    assert {tensor.dtype for tensor in ddp.state_dict().values()} == {torch.float32}
 
 
 @on_ranks(2)
@@ -238,22 +383,6 @@ def test_a_rank_without_inputs_where_a_static_graph_is_learned_takes_part_in_the
     for ours, right in zip(ddp.parameters(), full.parameters(), strict=True):
         assert (ours.grad is None) == (right.grad is None)
         assert ours.grad is None or torch.allclose(ours.grad, right.grad)
-
-
-@pytest.mark.parametrize("initial_divisor", [True, False])
-@on_ranks(2)
-def test_mixed_precision_divides_by_the_ranks_that_join_asks_for(rank, initial_divisor):
-    full = TwoHeads()
-    full(inputs(0), "b").sum().backward()
-    expected = full.b.weight.grad / (2 if initial_divisor else 1)
-    ddp = DropIn(TwoHeads(), find_unused_parameters=True, mixed_precision=Precisions())
-    with ddp.join(divide_by_initial_world_size=initial_divisor):
-        for _ in range(2 * (1 - rank)):
-            ddp.zero_grad()
-            ddp(inputs(0), "b").float().sum().backward()
-            gradient = ddp.module.b.weight.grad
-            assert gradient.dtype == torch.float32
-            torch.testing.assert_close(gradient, expected, rtol=3e-2, atol=3e-2)
 
 
 class Pair(NamedTuple):

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
+# Seconds, for what has to begin before it is stopped: on a busy machine, not in the first of these.
+LIMITS = (1.5, 15, 150)
+
 
 def becomes(condition: Callable[[], object], within: float = 60.0) -> bool:
     """Whether `condition()` becomes true within that many seconds."""

@@ -1,4 +1,4 @@
-"""One server for all tests of the doctor, and scripts that a test writes itself."""
+"""Servers for all tests of the doctor, and scripts that a test writes itself."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,11 +6,23 @@ import pytest
 from doctor.harness.runs import Server
 from doctor.harness.scripts import Script
 
+from ddp_doctor.certificate.forks import PRELOAD
+from labkit.launch.forks import ForkServer
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    with Server() as one:
+    """Runs scripts under the doctor."""
+    with Server("ddp_doctor.__main__", "ddp_doctor.observe.install") as one:
         yield one
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[ForkServer]:
+    """Certifies scripts."""
+    one = ForkServer(*PRELOAD)
+    yield one
+    one.stop()
 
 
 @pytest.fixture

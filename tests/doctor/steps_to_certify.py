@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,10 +68,6 @@ def with_own_statistics() -> nn.Module:
     )
 
 
-def with_frozen_statistics() -> nn.Module:
-    return with_own_statistics().eval()
-
-
 def unseeded() -> nn.Module:
     torch.manual_seed(dist.get_rank())
     return plain()
@@ -86,93 +81,41 @@ def own_mean(model: Any, x: Tensor, reduce: Reduce = mean) -> None:
     reduce(losses(model, x)).backward()
 
 
-def count_of_all(model: Any, x: Tensor, reduce: Reduce = mean) -> None:
+def count_of_all(model: Any, x: Tensor) -> None:
     count = torch.tensor(float(len(x)))
     dist.all_reduce(count)
-    divisor = count if reduce is mean else CONSTANT
-    (losses(model, x).sum() * dist.get_world_size() / divisor).backward()
+    (losses(model, x).sum() * dist.get_world_size() / count).backward()
 
 
-def over_world_size(model: Any, x: Tensor, reduce: Reduce = mean) -> None:
-    (reduce(losses(model, x)) / dist.get_world_size()).backward()
+def over_world_size(model: Any, x: Tensor) -> None:
+    (losses(model, x).mean() / dist.get_world_size()).backward()
 
 
-def contrast(first: Tensor, second: Tensor, reduce: Reduce, offset: int = 0) -> Tensor:
-    labels = torch.arange(len(first)) + offset
-    return reduce(cross_entropy(first @ second.T, labels, reduction="none"))
-
-
-def plain_gather(model: Any, x: Tensor, reduce: Reduce = mean) -> None:
+def plain_gather(model: Any, x: Tensor) -> None:
     own = model(x)
     every = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own.detach())
     every[dist.get_rank()] = own
-    contrast(own, torch.cat(every).tanh(), reduce, dist.get_rank() * len(own)).backward()
+    labels = torch.arange(len(own)) + dist.get_rank() * len(own)
+    cross_entropy(own @ torch.cat(every).tanh().T, labels).backward()
 
 
-def differentiable_gather(model: Any, x: Tensor, reduce: Reduce = mean) -> None:
-    whole = torch.cat(all_gather(model(x)))
-    contrast(whole, whole.tanh(), reduce).backward()
-
-
-def own_negatives(model: Any, x: Tensor, reduce: Reduce = mean) -> None:
-    own = model(x)
-    contrast(own, own.tanh(), reduce).backward()
-
-
-def accumulated(model: Any, x: Tensor, reduce: Reduce = mean, synchronized: bool = True) -> None:
+def accumulated(model: Any, x: Tensor, synchronized: bool = True) -> None:
     first, last = x.chunk(2)
     with model.no_sync():
-        (reduce(losses(model, first)) / 2).backward()
+        (losses(model, first).mean() / 2).backward()
     with contextlib.nullcontext() if synchronized else model.no_sync():
-        (reduce(losses(model, last)) / 2).backward()
+        (losses(model, last).mean() / 2).backward()
 
 
-def never_synchronized(model: Any, x: Tensor, reduce: Reduce = mean) -> None:
-    accumulated(model, x, reduce, synchronized=False)
+def never_synchronized(model: Any, x: Tensor) -> None:
+    accumulated(model, x, synchronized=False)
 
 
-def summed(model: Any, x: Tensor, reduce: Reduce = mean) -> None:
-    own_mean(model, x, reduce)
+def summed(model: Any, x: Tensor) -> None:
+    own_mean(model, x)
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
-
-
-def averaged(model: Any, x: Tensor, reduce: Reduce = mean) -> None:
-    summed(model, x, reduce)
-    for parameter in model.parameters():
-        parameter.grad /= dist.get_world_size()
-
-
-def bypassed(model: Any, x: Tensor, reduce: Reduce = mean) -> None:
-    own_mean(model.module, x, reduce)
-
-
-class SumOfRanks(torch.autograd.Function):
-    """Its backward all-reduces, and does not divide."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
-
-
-def summed_in_backward(model: Any, x: Tensor) -> None:
-    weights = {name: SumOfRanks.apply(weight) for name, weight in model.named_parameters()}
-    own_mean(lambda rows: torch.func.functional_call(model, weights, rows), x)
-
-
-def computed_by_hand(model: Any, x: Tensor) -> None:
-    parameters = list(model.parameters())
-    for parameter, grad in zip(
-        parameters, torch.autograd.grad(losses(model, x).mean(), parameters), strict=True
-    ):
-        parameter.grad = grad
 
 
 def not_a_number(model: Any, x: Tensor) -> None:

@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from ddp_doctor.compare.commands import main
 
 TRAIN = """
 import sys
@@ -48,18 +51,25 @@ def compared(folder: Path, first: str, second: str, *options: str) -> tuple[int,
         ("exit 7", (), "Command A failed with exit code 7"),
         ("true", (), "Command A ended without a step of an optimizer"),
         ("echo 'OSError: EADDRINUSE'; exit 1", (), "Its port is taken"),
-        ("sleep 600", ("--limit", "1"), "Command A did not take 3 steps in 1 s"),
+        ("sleep 600", ("--limit", "0.2"), "Command A did not take 3 steps in 0.2 s"),
         ("true", ("--names", "none.json"), "--names none.json cannot be read"),
         ("true", ("--steps", "0"), "--steps is 0"),
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence(
-    tmp_path: Path, first: str, options: tuple[str, ...], said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    first: str,
+    options: tuple[str, ...],
+    said: str,
 ) -> None:
-    code, text = compared(tmp_path, first, "true", *options)
-    assert code == 4
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main([*options, first, "true"]) == 4
+    text = "".join(capfd.readouterr())
     assert said in text
     assert len(text.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """--cpu: a script that says nccl and cuda everywhere trains on CPU ranks, and is observed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from doctor.harness.certify import certified
@@ -93,13 +93,6 @@ def test_a_script_for_gpus_is_observed_on_cpus_and_the_report_lists_what_was_rep
     (note,) = [each for each in found.report["notes"] if each.startswith("--cpu replaced: ")]
     for name in ("nccl", "torch.cuda.set_device", ".cuda()", '.to("cuda")', "torch.cuda.Event"):
         assert name in note
-
-
-@pytest.fixture
-def forks() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.stop()
 
 
 def test_scripts_for_gpus_are_certified_on_cpus(

@@ -2,11 +2,24 @@
 
 from typing import Any
 
-from doctor.journals import OWN, SAME, fact, findings, kinds, lines, run_with_steps, step, window
+from doctor.journals import (
+    OWN,
+    SAME,
+    fact,
+    findings,
+    journal_of,
+    kinds,
+    lines,
+    run_with_steps,
+    step,
+    window,
+)
 
 from ddp_doctor.explain.findings import CATALOG, RULES
 from ddp_doctor.explain.rules import explanation_of
-from ddp_doctor.facts.types import CollectiveFact, ReplicaFact, StartFact
+from ddp_doctor.facts.journal import Status
+from ddp_doctor.facts.merged import Run
+from ddp_doctor.facts.types import CollectiveFact, ProcessFact, ReplicaFact, StartFact
 
 
 def rescaled_step(factor: float, share: float = 1.0) -> list[dict[str, Any]]:
@@ -72,6 +85,17 @@ def test_steps_that_each_process_took_alone_are_not_steps_of_the_group() -> None
     run = run_with_steps([alone, together, together])
     assert [each.n for each in run.windows] == [1, 2]
     assert findings(run) == {}
+
+
+def test_a_process_that_a_rank_starts_is_not_taken_for_the_rank() -> None:
+    """It inherits the rank's variables, and steps an optimizer of its own, alone and later."""
+    now = Status(0.0, 1, True, "ended")
+    ranks = [journal_of(rank, 2, now, window=[one]) for rank, one in enumerate(step())]
+    process = fact(ProcessFact, started=9.0, environment={"RANK": "0"})
+    started = journal_of(0, 2, now, process=[process], group=[], window=step()[:1])
+    run = Run.of([*ranks, started])
+    assert [(rank.rank, rank.world) for rank in run.ranks] == [(0, 2), (1, 2)]
+    assert run.world == 2
 
 
 def test_what_zero_grad_clears_and_what_it_leaves_is_said() -> None:

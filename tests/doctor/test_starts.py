@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ddp_doctor.certificate import starts
+from ddp_doctor.certificate.child import _gather_of_one
 from ddp_doctor.certificate.fixed import Replacements
 from ddp_doctor.certificate.plan import WORLD, Part
 from ddp_doctor.certificate.program import keep_output
@@ -33,6 +34,19 @@ def test_synchronized_batch_norm_and_clipping_by_another_norm_are_fixed_too() ->
     assert run_ranks(what_is_fixed, 2) == [(True, 4.0)] * 2
 
 
+def test_what_one_process_gathers_from_itself_carries_gradient() -> None:
+    gathered: list[Any] = []
+    gather = _gather_of_one(lambda *tensors: gathered.append(tensors))
+    own, every = torch.ones(2, requires_grad=True), [torch.zeros(2)]
+    gather(every, own)
+    every[0].sum().backward()
+    assert own.grad is not None
+    assert not gathered
+    gather(every, own.detach())
+    gather([torch.zeros(2)] * 2, own)
+    assert len(gathered) == 2
+
+
 class Killed(Start):
     def process(self, *_: Any) -> "subprocess.Popen[bytes]":
         (self.output / "0.txt").write_text("step 1\n")
@@ -49,7 +63,10 @@ class Waits(Start):
         return subprocess.Popen(["sleep", "600"], start_new_session=True)
 
 
-def test_what_still_waits_once_all_ranks_have_left_is_ended(tmp_path: Path) -> None:
+def test_what_still_waits_once_all_ranks_have_left_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starts, "AFTER_PLAN", 0.1)
     part = Part(str(tmp_path), "ranks")
     start = Waits(part, [], [{}])
     part.path(WORLD).write_text("2")
@@ -64,8 +81,8 @@ def test_what_still_waits_once_all_ranks_have_left_is_ended(tmp_path: Path) -> N
 def test_a_long_start_says_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(starts, "WORD", 0.1)
-    monkeypatch.setattr(starts, "LIMIT", 0.5)
+    monkeypatch.setattr(starts, "WORD", 0.05)
+    monkeypatch.setattr(starts, "LIMIT", 0.1)
     said = Waits(Part(str(tmp_path), "one"), [], [{}]).wait()
     assert "did not end" in said, "and no signal has ended it, which it does not expect yet"
     assert "waiting for one process of the script, 0 s so far" in capsys.readouterr().err
@@ -91,10 +108,11 @@ def test_the_last_error_is_found_with_the_line_of_the_script(line: str, text: st
     assert error_in(trace) == text
 
 
-def test_what_the_ranks_printed_is_kept_though_one_process_was_never_started(
-    tmp_path: Path,
-) -> None:
+def test_what_the_ranks_printed_is_kept_where_that_can_be_written(tmp_path: Path) -> None:
+    """Also though one process was never started."""
     (tmp_path / "ranks" / "output").mkdir(parents=True)
     (tmp_path / "ranks" / "output" / "0.txt").write_text("ValueError: no")
-    keep_output(tmp_path, tmp_path / "kept")
-    assert (tmp_path / "kept" / "output" / "ranks" / "0.txt").read_text() == "ValueError: no"
+    assert keep_output(tmp_path, tmp_path / "kept").endswith(str(tmp_path / "kept"))
+    assert (tmp_path / "kept" / "ranks" / "0.txt").read_text() == "ValueError: no"
+    (tmp_path / "a file").touch()
+    assert "could not keep" in keep_output(tmp_path, tmp_path / "a file" / "output")

@@ -8,6 +8,7 @@ import torch
 from doctor.noted import pairs_of, rows_of
 
 from ddp_doctor.certificate.evidence import lacks_samples
+from ddp_doctor.certificate.files import Place, samples_of
 from ddp_doctor.certificate.measure import HALF, compare, shares
 from ddp_doctor.certificate.plan import (
     AGAIN,
@@ -17,11 +18,13 @@ from ddp_doctor.certificate.plan import (
     LATER,
     OWN,
     TWICE,
+    USUAL,
     WORLD,
     WORLD_IN_SCRIPT,
     Part,
 )
 from ddp_doctor.certificate.record import Step, sums_of
+from ddp_doctor.certificate.samples import Record
 from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.facts.certificate import Certificate
 
@@ -77,9 +80,10 @@ def logged(*values: float) -> dict[str, Any]:
 ONES, RAMP, TURNED = gradient(1, 1, 1, 1), gradient(0, 1, 2, 3), gradient(1, 2, 1, 1)
 ELSEWHERE = RAMP | {"premises": [SEEN[0], rows_of(torch.zeros(2, 3))]}  # a deal of other samples
 SECOND = {"gradients": {"1.0": torch.ones(4)}}
-SAME, NEXT, LIKE_ONE = [{}, {}], f"{LATER}_9", {"one": ONES}
+SAME, NEXT, LIKE_ONE, CLIPS = [{}, {}], f"{LATER}_9", {"one": ONES}, {"clips": True}
 UNJOINED = "train.py:30 cannot be joined"
 NAMES = {"names": {"0.0": "weight", "0.1": "unused"}}
+HALF_USED = {"gradients": {"0.0": torch.ones(4), "0.1": torch.zeros(4)}} | NAMES
 
 
 def with_rows(*rows: float) -> dict[str, Any]:
@@ -109,7 +113,8 @@ def of_a_constant(constant: float, columns: int = 1) -> dict[str, list[dict[str,
     loss = pairs_of(torch.ones(2), torch.ones(2)) | {"targets": 2 * columns}
     own = {"premises": [*SEEN, loss], "scales": {("train.py:4", 0): constant}}
     one = gradient(2, 2, 2, 2) | {"premises": [*SEEN, loss, loss]}
-    return {OWN: [own | {"one": one}, own], TWICE: [gradient(4, 4, 4, 4)] * 2}
+    twice, copies = gradient(4, 4, 4, 4), own | gradient(2, 2, 2, 2)
+    return {OWN: [own | {"one": one}, own], TWICE: [twice] * 2, COPIES: [copies | {"one": one}] * 2}
 
 
 def one_count() -> dict[str, list[dict[str, Any]]]:
@@ -120,6 +125,15 @@ def one_count() -> dict[str, list[dict[str, Any]]]:
     return {
         OWN: [twice | seen(16, 1, 2) | {"one": ONES | seen(8, 1, 2, 3, 4)}, twice | seen(16, 3, 4)]
     }
+
+
+def local_sgd() -> dict[str, list[dict[str, Any]]]:
+    """The weights are averaged before steps 4 and 6."""
+    steps = {OWN: [{}, RAMP]}
+    for at in range(1, 7):
+        own = {"weights": {"0.0": torch.ones(4) * 2}} if at in (3, 5) else {}
+        steps[f"{LATER}_{at}"] = [{}, own]
+    return steps
 
 
 def of_micro_batches(passes: int) -> dict[str, list[dict[str, Any]]]:
@@ -232,7 +246,28 @@ JUDGED = {
         "equal",
         "",
     ),
-    "parameters without a gradient": ({OWN: [NAMES] * 2}, "equal", "1 of 2 parameters had no"),
+    "parameters without a gradient": ({OWN: [HALF_USED] * 2}, "equal", "1 of 2 parameters had no"),
+    "weights that are averaged every second step": (local_sgd(), "different", "every 2 steps"),
+    "an optimizer of other parameters that steps later": (
+        {OWN: SAME, COPIES: SAME, NEXT: [SECOND | {"optimizer": 1}] * 2},
+        "equal",
+        "on, other parameters",
+    ),
+    "an optimizer that takes no second step": (
+        {OWN: SAME, NEXT: [SECOND | {"optimizer": 1}] * 2},
+        "not judged",
+        "takes no second one",
+    ),
+    "clipping that does not act": (
+        {OWN: [CLIPS] * 2, USUAL: [CLIPS] * 2},
+        "equal",
+        "One process with all samples",
+    ),
+    "three ranks whose copies are right": (
+        {OWN: [{"world": 3} | RAMP | LIKE_ONE, *[{"world": 3} | RAMP] * 2], COPIES: SAME},
+        "different",
+        "Copies of one batch are right",
+    ),
     "gradients that are never cleared": (
         {OWN: [{"clears_gradients": False}] * 2},
         "equal",
@@ -299,8 +334,37 @@ def test_steps_are_judged_by_what_the_ranks_and_one_process_wrote(
     of = {one.name: one for one in found.properties}
     if verdict == "not judged" and DEAL in facts:
         assert (of["P2"].verdict, of["P2"].ratio) == ("not judged", None)
-    if NEXT in facts:
+    if NEXT in facts and verdict != "equal":
         assert found.ratio is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "own", "noted"),
+    [
+        ([1.0, 1.0], [1.0, 1.0], True),
+        ([1.0, 2.0], [1.0, 1.0], False),
+        ([1.0, 1.0], [1.0, 2.0], False),  # each takes a part of them
+        ([], [1.0, 1.0], False),
+    ],
+)
+def test_ranks_with_the_same_samples_are_noted(
+    rows: list[float], own: list[float], noted: bool, tmp_path: Path
+) -> None:
+    """`rows`: what each rank made; `own`: what its model got."""
+    (tmp_path / "ranks").mkdir()
+    place = Place("train.py", 3, function="randn")
+    for rank in range(2):
+        made = {(place, 0): torch.full((2,), rows[rank])} if rows else {}
+        Record(samples=made).save(parts(tmp_path)[0].path(samples_of(rank)))
+    found = written(tmp_path, **{OWN: [with_rows(row, row) for row in own]})
+    assert any("All ranks have the same samples" in note for note in found.notes) == noted
+
+
+def test_a_script_without_a_step_is_judged_by_its_error(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    found = written(tmp_path, failed="ValueError: no at train.py:3")
+    assert (found.verdict, found.error) == ("not judged", "ValueError: no at train.py:3")
+    assert "did not finish an optimizer step: ValueError: no at train.py:3." in found.why
 
 
 def test_a_script_that_ends_with_an_error_is_not_said_to_combine_nothing(tmp_path: Path) -> None:
@@ -330,8 +394,10 @@ def test_ranks_whose_weights_stay_equal_combine_their_gradients_after_the_optimi
         (RAMP | {"premises": [SEEN[0], rows_of(torch.zeros(2, 3))]}, True),
         (RAMP | {"premises": [SEEN[0] | {"weights": 2.0}, SEEN[1]]}, False),
         (gradient(*range(8)), True),  # what the ranks drew as a weight
+        (RAMP | {"join_failures": ["train.py:30"]}, True),
+        (RAMP | {"numbers": ["train.py:30"]}, False),
     ],
-    ids=["other rows", "other weights", "a weight of all ranks' rows"],
+    ids=["other rows", "other weights", "a weight of all ranks' rows", "shapes", "other numbers"],
 )
 def test_one_process_is_started_again_if_it_had_other_rows_than_the_ranks_with_their_weights(
     facts: dict[str, Any], mixed_up: bool, tmp_path: Path

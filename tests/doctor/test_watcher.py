@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,44 +38,47 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
     return write
 
 
-@pytest.fixture(scope="module")
-def dead() -> int:
-    """The id of a process that has ended."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
+class Clock:
+    """In the place of `time`: waiting takes no time, and lets `meanwhile` act."""
+
+    def __init__(self, meanwhile: Callable[[float], object] = lambda now: None) -> None:
+        self.now, self.meanwhile = 0.0, meanwhile
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        assert self.now < 1000, "it waits forever"
+        self.meanwhile(self.now)
 
 
-def waiting(folder: Path, leader: int) -> threading.Thread:
-    options = Options(hang_after=0)
-    thread = threading.Thread(target=watcher._wait, args=(folder, options, leader), daemon=True)
-    thread.start()
-    return thread
+DEAD = 2**22  # no process has this id
 
 
 def test_a_killed_rank_of_another_host_does_not_keep_the_watcher(
-    tmp_path: Path, dead: int, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watcher, "GONE_AFTER", 1.0)
+    monkeypatch.setattr(watcher, "time", Clock())
     elsewhere(tmp_path)
-    thread = waiting(tmp_path, dead)
-    thread.join(60.0)
-    assert not thread.is_alive()
+    watcher._wait(tmp_path, Options(hang_after=0), DEAD)
 
 
 def test_a_rank_of_another_host_that_still_writes_keeps_the_watcher_until_it_ends(
-    tmp_path: Path, dead: int, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watcher, "GONE_AFTER", 4.0)
     remote = elsewhere(tmp_path)
-    thread = waiting(tmp_path, dead)
-    for _ in range(16):
-        time.sleep(0.3)
-        remote.set_status("running")
-        assert thread.is_alive()
-    remote.set_status("ended", ended=True)
-    thread.join(60.0)
-    assert not thread.is_alive()
+
+    def write(now: float) -> None:
+        if now < 500:
+            remote.set_status(f"step at {now}")
+        else:
+            remote.set_status("ended", ended=True)
+
+    clock = Clock(write)
+    monkeypatch.setattr(watcher, "time", clock)
+    watcher._wait(tmp_path, Options(hang_after=0), DEAD)
+    assert 500 <= clock.now < 502
 
 
 def age(folder: Path, seconds: float) -> None:

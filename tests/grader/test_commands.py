@@ -7,13 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
-from grader_notebooks import FIRST, cell, first_assignment, submission, write
+from grader_notebooks import (
+    FIRST,
+    cell,
+    first_assignment,
+    small_assignment,
+    submission,
+    with_checks,
+    write,
+)
 from nbclient import NotebookClient
 from nbformat import read
 from nbformat.v4 import new_notebook
@@ -24,7 +30,6 @@ from grader.__main__ import main
 from grader.answer_key import AnswerKey, Outcome
 from grader.batch import grade_all
 from grader.grade import CheckResult, Result, grade_together
-from grader.judge import judge
 from grader.merge import Submission
 from grader.sandbox import FORKS, Forks
 from grader.source import read_assignment
@@ -57,9 +62,7 @@ def test_a_source_notebook_runs_from_top_to_bottom(tmp_path):
 
 
 def test_a_failed_release_shows_what_a_student_would_read(tmp_path, capfd):
-    notebook = json.loads(FIRST.read_text())
-    cells = [c for c in notebook["cells"] if "flat" not in c["id"] and "wrong" not in c["id"]]
-    notebook["cells"] = [c for c in cells if c["id"] not in ("each_missing", "each_unused")]
+    notebook = json.loads(small_assignment(tmp_path).read_text())
     key = cell(notebook, "each")
     key["source"] = "".join(key["source"]).replace("exists = torch", "exists = 1 / 0 + torch")
     path = write(notebook, tmp_path / "broken.ipynb")
@@ -95,14 +98,6 @@ def test_without_bubblewrap_nothing_is_run_unless_told_so(tmp_path, capfd, monke
     assert "bubblewrap is not installed, so nothing was run." in capfd.readouterr().err
 
 
-def test_nbval_judges_what_is_printed():
-    assert judge(["a", "b", "c"], ["a", "c", "c"], threading.Event())[0] == {
-        0: True,
-        1: False,
-        2: True,
-    }
-
-
 @pytest.mark.parametrize(("verdict", "score", "code"), [(None, None, 3), (False, 0, 0)])
 def test_points_come_from_nbval_alone(verdict, score, code, tmp_path, capfd, monkeypatch):
     """The key returns what is right; where nbval says nothing, a person has to look."""
@@ -126,8 +121,7 @@ def test_points_come_from_nbval_alone(verdict, score, code, tmp_path, capfd, mon
 
 
 def one_check(path):
-    assignment = read_assignment(path)
-    return replace(assignment, checks=(replace(assignment.checks[0], ranks=(2,)),))
+    return with_checks(read_assignment(path), "each_average", ranks=(2,))
 
 
 def test_where_the_grader_fails_at_one_student_the_others_keep_their_points(monkeypatch):

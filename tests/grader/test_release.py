@@ -5,36 +5,44 @@ import functools
 import io
 import json
 import os
+import shutil
 import subprocess
 import sysconfig
 import venv
 import zipfile
+from types import SimpleNamespace
 
 import pytest
-from grader_notebooks import ASSIGNMENTS, FIRST, cell, first_assignment, write
-from nbclient import NotebookClient
-from nbformat import from_dict
+from grader_notebooks import (
+    ASSIGNMENTS,
+    FIRST,
+    cell,
+    first_assignment,
+    small_assignment,
+    write,
+)
 
 from grader.__main__ import main
-from grader.source import read_assignment, source_of
-from labkit.launch.kernels import AsyncKernelThroughFiles
+from grader.source import read_assignment
+from grader.student import check
 
 SOURCES = {path.stem: path for path in sorted(ASSIGNMENTS.glob("*.ipynb"))}
-# To try the solutions of an assignment takes 10 s: `make test` does so with the first one.
-EACH = [pytest.param(one, marks=[pytest.mark.slow] * (one != FIRST.stem)) for one in SOURCES]
+# To try the solutions of an assignment takes 20 s: `make test` does so with a small one.
+EACH = ["small", *(pytest.param(stem, marks=pytest.mark.slow) for stem in SOURCES)]
 
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """Releases an assignment once; gives the folder, and what was printed."""
+    """Releases an assignment once; gives it, the folder, and what was printed."""
 
     @functools.cache
     def once(stem):
         folder, printed = tmp_path_factory.mktemp(stem), io.StringIO()
+        source = SOURCES.get(stem) or small_assignment(tmp_path_factory.mktemp("source"))
         package = ["--trust", "--package", str(folder / f"{stem}.zip")]
         with contextlib.redirect_stdout(printed):
-            assert main(["release", str(SOURCES[stem]), str(folder), *package]) == 0
-        return folder, printed.getvalue()
+            assert main(["release", str(source), str(folder), *package]) == 0
+        return read_assignment(source), folder, printed.getvalue()
 
     return once
 
@@ -42,8 +50,8 @@ def released(tmp_path_factory):
 @pytest.mark.parametrize("stem", EACH)
 def test_an_assignment_can_be_released(stem, released):
     """Its key earns everything, its stubs nothing, each wrong answer loses its own checks only."""
-    folder, printed = released(stem)
-    count = 2 + len(read_assignment(SOURCES[stem]).wrong_answers)
+    assignment, folder, printed = released(stem)
+    count = 2 + len(assignment.wrong_answers)
     assert [f"[{n}/{count}] ok " in printed for n in range(1, count + 1)] == [True] * count
     assert f"Released: {folder}" in printed
 
@@ -57,8 +65,8 @@ def texts(folder, stem):
 
 @pytest.mark.parametrize("stem", EACH)
 def test_a_package_holds_no_line_of_a_solution_no_hidden_check_and_no_wrong_answer(stem, released):
-    assignment = read_assignment(SOURCES[stem])
-    files = texts(released(stem)[0], stem)
+    assignment, folder, _ = released(stem)
+    files = texts(folder, stem)
     assert "\n".join(files).count(".ipynb") == 1
     assert not [name for name in files if "museum" in name or "miniddp" in name]
     shown = {line.strip() for text in assignment.givens for line in text.splitlines()}
@@ -77,7 +85,7 @@ def test_a_package_holds_no_line_of_a_solution_no_hidden_check_and_no_wrong_answ
 def test_a_student_unpacks_the_package_and_runs_the_visible_checks(released, tmp_path):
     """In an environment that has torch, and nothing else of this project."""
     stem = FIRST.stem
-    folder, _ = released(stem)
+    _, folder, _ = released(stem)
     with zipfile.ZipFile(folder / f"{stem}.zip") as archive:
         archive.extractall(tmp_path)
     venv.create(tmp_path / "venv", with_pip=False)
@@ -108,24 +116,22 @@ def test_a_student_unpacks_the_package_and_runs_the_visible_checks(released, tmp
     assert done.stdout.startswith("each_average: passed\nflat_average: passed\n"), done.stderr
 
 
-def test_a_check_in_a_notebook_runs_what_its_kernel_has_executed(released, tmp_path):
+def test_a_check_in_a_notebook_runs_what_its_kernel_has_executed(
+    released, tmp_path, monkeypatch, capsys
+):
     """Whatever is saved, and whichever copies lie beside it."""
-    folder, _ = released(FIRST.stem)
-    notebook = json.loads((folder / "average_gradients.ipynb").read_text())
-    for one in notebook["cells"]:
-        one["source"] = source_of(one)
-    wrong = first_assignment().wrong_answers[0].source
+    assignment, folder, _ = released("small")
     for name in ("average_gradients.ipynb", "copy.ipynb"):
-        write(notebook, tmp_path / name)
-    cell(notebook, "each")["source"] = wrong
-    cells = [one for one in notebook["cells"] if one["id"] in ("imports", "each", "each_average")]
-    executed = NotebookClient(
-        from_dict({**notebook, "cells": [cells[2], *cells]}),
-        resources={"metadata": {"path": str(tmp_path)}},
-        timeout=600,
-        kernel_manager_class=AsyncKernelThroughFiles,
-    ).execute()
-    first, last = (executed.cells[n].outputs[0]["text"] for n in (0, -1))
-    assert first == "Run the cell each first: this kernel has not executed it yet.\n"
-    assert last.startswith("each_average: not yet. The average over the ranks is the sum divided")
-    assert "has the right direction, but is 2 times the right one." in last
+        shutil.copy(folder / "average_gradients.ipynb", tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    executed = []
+    shell = SimpleNamespace(user_ns={"In": executed})
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    check("average_gradients", "each_average")
+    said = capsys.readouterr().out
+    assert said == "Run the cell each first: this kernel has not executed it yet.\n"
+    executed += [assignment.keys()["each"], assignment.wrong_answers[0].source, "1 + 1"]
+    check("average_gradients", "each_average")
+    said = capsys.readouterr().out
+    assert said.startswith("each_average: not yet. The average over the ranks is the sum divided")
+    assert "has the right direction, but is 2 times the right one." in said

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from grader_notebooks import ASSIGNMENTS
+from grader_notebooks import ASSIGNMENTS, first_assignment, with_checks
 
 from grader.answer_key import AnswerKey
 from grader.grade import fresh_seed
@@ -49,21 +49,13 @@ def test_right_solutions_pass_the_checks_of_their_task(number):
 
 
 def test_a_check_ends_at_the_first_group_of_ranks_that_loses_it_and_not_before():
-    assignment = read_assignment(SOURCES[1])
-    [check] = [one for one in assignment.checks if one.name == "each_average"]
+    assignment = with_checks(first_assignment(), "each_average")
+    [check] = assignment.checks
     [sums] = [one for one in assignment.wrong_answers if one.name == "sum instead of average"]
     right = assignment.keys()
     with AnswerKey(assignment, fresh_seed(), trust=True) as answer_key:
         assert len(answer_key.outcomes(check, right | {"each": sums.source})) == 1
         assert len(answer_key.outcomes(check, right)) == len(check.ranks) == 3
-
-
-def each_average(ranks: int) -> tuple[Assignment, CheckSource]:
-    """The first assignment with this check alone, on that many ranks."""
-    assignment = read_assignment(SOURCES[1])
-    [check] = [one for one in assignment.checks if one.name == "each_average"]
-    check = replace(check, ranks=(ranks,))
-    return replace(assignment, checks=(check,)), check
 
 
 UNUSUAL = """
@@ -91,7 +83,8 @@ def average_each(module, right=average_each):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_only_a_notebook_has_and_generators_run_as_there(ranks):
-    assignment, check = each_average(ranks)
+    assignment = with_checks(first_assignment(), "each_average", ranks=(ranks,))
+    [check] = assignment.checks
     with AnswerKey(assignment, fresh_seed()) as answer_key:
         unusual = assignment.keys() | {"each": assignment.keys()["each"] + UNUSUAL}
         assert lost(answer_key, check, unusual) == ""
@@ -132,7 +125,8 @@ def average_each(module):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_what_threads_and_callbacks_send_is_recorded(where):
-    assignment, check = each_average(2)
+    assignment = with_checks(first_assignment(), "each_average", ranks=(2,))
+    [check] = assignment.checks
     each = GATHERS + ELSEWHERE[where]
     with AnswerKey(assignment, fresh_seed(), trust=True) as answer_key:
         said = lost(answer_key, check, assignment.keys() | {"each": each})
@@ -150,11 +144,10 @@ BESIDE = """
 
 @pytest.mark.slow
 def test_layers_beside_the_gates_do_not_make_a_late_launch_an_early_one():
-    assignment = read_assignment(SOURCES[4])
-    [check] = [one for one in assignment.checks if one.name == "reducer_overlaps"]
-    check = replace(check, ranks=(2,))
+    assignment = with_checks(read_assignment(SOURCES[4]), "reducer_overlaps", ranks=(2,))
+    [check] = assignment.checks
     [late] = [one for one in assignment.wrong_answers if one.name == "launches after backward"]
     reducer = late.source.replace("        self.start()\n", BESIDE, 1)
-    with AnswerKey(replace(assignment, checks=(check,)), fresh_seed(), trust=True) as answer_key:
+    with AnswerKey(assignment, fresh_seed(), trust=True) as answer_key:
         said = lost(answer_key, check, assignment.keys() | {"reducer": reducer})
     assert "did not run backward exactly once through all layers" in said

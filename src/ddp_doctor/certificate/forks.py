@@ -1,4 +1,4 @@
-"""Processes of a certificate that are forks of this one, which has loaded torch and nothing else.
+"""Processes of a certificate that are forks of this one, which has loaded torch and the doctor.
 
 A new interpreter takes four seconds of processor time to import torch, and what a step imports of
 it; a fork takes milliseconds.
@@ -21,8 +21,13 @@ from typing import NoReturn
 from ddp_doctor.certificate import child
 from ddp_doctor.certificate.guard import guard
 
-# DDP and optimizers import the first, later.
-PRELOAD = ("torch._dynamo", "torch.distributed.tensor")
+# DDP and optimizers import the first, later; each start imports the third, and `judge` the last.
+PRELOAD = (
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "ddp_doctor.certificate.loaders",
+    "ddp_doctor.certificate.verdict",
+)
 
 
 class Fork:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -12,12 +11,7 @@ from pathlib import Path
 import pytest
 from processes import all_end, all_gone, becomes, processes_with
 
-from labkit.launch.forks import (
-    SHARED,
-    start_forked,
-    stop_forked,
-)
-from labkit.launch.kernels import KernelThroughFiles
+from labkit.launch.forks import start_forked, stop_forked
 
 
 def say_and_end(number: int) -> None:
@@ -86,43 +80,3 @@ def test_without_the_systems_help_a_fork_ends_with_its_parent_too():
         assert not all_end([child], within=0.1)
         parent.kill()
         assert all_end([child])
-
-
-@pytest.fixture
-def without_a_shared_server(monkeypatch):
-    monkeypatch.delenv(SHARED, raising=False)
-
-
-IN_A_KERNEL = """
-import atexit, os, psutil
-from pathlib import Path
-from labkit.launch import run_ranks
-
-atexit.register(Path("ended_by_itself").touch)
-assert run_ranks(lambda rank: rank, 2) == [0, 1]
-# At its end, a kernel waits for its children in its own process group.
-children = psutil.Process().children(recursive=True)
-assert children and os.getpgrp() not in [os.getpgid(child.pid) for child in children]
-"""
-PATIENCE = 200  # seconds; Jupyter sends SIGTERM after half of them
-
-
-def test_a_kernel_that_has_run_ranks_ends_by_itself_and_leaves_no_file(
-    without_a_shared_server, tmp_path, monkeypatch
-):
-    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
-        monkeypatch.setenv("TMPDIR", temporary)
-        kernel = KernelThroughFiles(kernel_name="python3", shutdown_wait_time=PATIENCE)
-        kernel.start_kernel(cwd=str(tmp_path))
-        client = kernel.client()
-        client.start_channels()
-        try:
-            client.wait_for_ready(timeout=300)
-            reply = client.execute_interactive(IN_A_KERNEL, timeout=300)
-        finally:
-            client.stop_channels()
-            kernel.shutdown_kernel()
-        assert reply["content"]["status"] == "ok", reply
-        assert (tmp_path / "ended_by_itself").exists()
-        left = [path.name for path in Path(temporary).iterdir()]
-        assert [name for name in left if name.startswith(("pymp-", "ranks-"))] == []

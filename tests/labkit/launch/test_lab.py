@@ -39,12 +39,23 @@ def test_ranks_have_their_own_gpus_or_the_cpu_and_share_gpus_only_when_told_to(
     assert choose_devices(len(devices), asked, "device") == (devices, backend)
 
 
-@pytest.mark.parametrize(("asked", "said"), [("cuda", "torch finds no GPU"), ("gpu", "must be")])
-def test_a_device_that_a_lab_cannot_have_is_refused(monkeypatch, asked, said):
+STALE = {"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"LABKIT_DEVICE": "cuda"}, "LABKIT_DEVICE .*torch finds no GPU"),
+        ({"LABKIT_DEVICE": "gpu"}, "LABKIT_DEVICE must be"),
+        (STALE, "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+    ],
+)
+def test_a_device_that_a_lab_cannot_have_and_restarts_with_stale_addresses_are_refused(
+    monkeypatch, environment, said
+):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setenv("LABKIT_DEVICE", asked)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **environment}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(lab, "die_with_parent", lambda: None)  # this process is no rank
-    with pytest.raises(SystemExit, match=f"LABKIT_DEVICE .*{said}"), join_ranks():
+    with pytest.raises(SystemExit, match=said), join_ranks():
         pass

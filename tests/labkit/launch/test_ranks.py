@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from processes import all_end, all_gone, becomes, processes_with
 
+from labkit.launch.forks import SHARED, start_forked, stop_forked
 from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
 
 
@@ -59,9 +61,11 @@ def test_ranks_are_new_processes_that_draw_numbers_of_their_own():
     assert set(imported) == {False}
 
 
-def test_ranks_run_with_one_thread_in_the_callers_folder_and_environment(monkeypatch, tmp_path):
+def test_ranks_run_with_one_thread_in_the_callers_folder_and_environment_and_leave_no_file(
+    monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SET_AFTER_THE_FORK_SERVER_STARTED", "yes")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
     def work():
         return torch.get_num_threads(), os.getcwd(), dict(os.environ)
@@ -72,6 +76,7 @@ def test_ranks_run_with_one_thread_in_the_callers_folder_and_environment(monkeyp
         assert environment.pop("GIVEN") == "too"
         environment.pop("GLOO_SOCKET_IFNAME")
         assert environment == dict(os.environ)
+    assert list(tmp_path.iterdir()) == [], "what the supervisor wrote there"
 
 
 def test_ranks_listen_on_the_loopback_interface_only():
@@ -95,19 +100,15 @@ def test_ranks_listen_on_the_loopback_interface_only():
 # What is shown
 
 
-def test_prints_are_shown_in_rank_order_and_marked_the_same_at_every_run(capfd):
+def test_prints_are_shown_in_rank_order_and_marked(capfd):
     def work(rank, world_size):
         time.sleep(0.02 * (world_size - rank))  # the last rank prints first
         print("one\ntwo", rank)
         print("trouble", rank, file=sys.stderr)
         os.write(1, b"from below Python\n")
 
-    shown = set()
-    for _ in range(3):
-        run_ranks(work, 3)
-        shown.add(capfd.readouterr())
-    assert len(shown) == 1
-    out, err = shown.pop()
+    run_ranks(work, 3)
+    out, err = capfd.readouterr()
     lines = ["one", "two {r}", "from below Python"]
     assert out.splitlines() == [f"[rank {r}] {x.format(r=r)}" for r in range(3) for x in lines]
     assert err.splitlines() == [f"[rank {r}] trouble {r}" for r in range(3)]
@@ -162,37 +163,23 @@ def test_an_exception_that_cannot_travel_is_told_in_words():
         run_ranks(work, 2)
 
 
-def test_of_a_dead_rank_and_its_victims_the_dead_one_is_named():
-    def work(rank):
-        dist.barrier()
-        if rank == 1:
-            os._exit(7)
-        dist.all_reduce(torch.full((1000,), float(rank)))
-
-    said = set()
-    for _ in range(3):
-        with pytest.raises(
-            RanksError, match=r"rank 1 of 3 ended without a result, .*exit code 7"
-        ) as caught:
-            run_ranks(work, 3)
-        said.add(str(caught.value))
-    assert len(said) == 1, "a chapter that stores this text compares it"
-    assert re.search(r"rank 0: waits in all_reduce, at .* line \d+: dist\.all_reduce", said.pop())
-
-
-def test_a_rank_is_named_that_takes_a_second_to_end_after_its_connections_broke():
+def test_of_a_dead_rank_and_its_victims_the_dead_one_is_named_even_if_it_ends_a_second_later():
     def work(rank):
         dist.barrier()
         if rank == 1:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as a process that exits
             for connection in psutil.Process().net_connections(kind="inet"):
-                socket.socket(fileno=connection.fd).shutdown(socket.SHUT_RDWR)
+                # Not the socket that listens: gloo aborts where it can accept nothing.
+                if connection.status == psutil.CONN_ESTABLISHED:
+                    with socket.socket(fileno=os.dup(connection.fd)) as pair:
+                        pair.shutdown(socket.SHUT_RDWR)
             time.sleep(1)
             os._exit(7)
         dist.all_reduce(torch.ones(1))
 
-    with pytest.raises(RanksError, match=r"rank 1 of 3 ended without a result, .*exit code 7"):
+    with pytest.raises(RanksError, match=r"rank 1 of 3 ended without a result, .*exit code 7") as e:
         run_ranks(work, 3)
+    assert re.search(r"rank 0: waits in all_reduce, at .* line \d+: dist\.all_reduce", str(e.value))
 
 
 def leave(how: str) -> object:
@@ -249,7 +236,7 @@ def test_a_hang_is_stopped_and_each_rank_is_described():
             os.kill(os.getpid(), signal.SIGSTOP)
 
     with pytest.raises(RanksTimeoutError) as caught:
-        run_ranks(work, 5, timeout=6)
+        run_ranks(work, 5, timeout=3)
     assert isinstance(caught.value, TimeoutError)
     here = r"at .*test_ranks.py line \d+: "
     patterns = [
@@ -263,7 +250,7 @@ def test_a_hang_is_stopped_and_each_rank_is_described():
     for pattern, state in zip(patterns, caught.value.states, strict=True):
         assert re.match(pattern, state)
         assert state in str(caught.value)
-    assert "4 of 5 ranks did not finish within 6 s" in str(caught.value)
+    assert "4 of 5 ranks did not finish within 3 s" in str(caught.value)
     assert "Next: every rank has to call the same collectives" in str(caught.value)
 
 
@@ -341,14 +328,15 @@ SLOW = (sleep, compute, wait_for_a_program, wait_for_a_thread, be_stopped, sleep
 
 @linux
 def test_ranks_that_wait_for_a_slow_one_are_not_stuck():
-    def work(rank):
-        for slow in SLOW:
-            if rank == 1:
-                slow()
-            dist.all_reduce(torch.ones(1))
+    def work(rank, slow):
+        if rank == 1:
+            slow()
+        dist.all_reduce(torch.ones(1))
         return rank
 
-    assert run_ranks(work, 2, stuck_after=0.2) == [0, 1]
+    with ThreadPoolExecutor() as at_once:
+        calls = [at_once.submit(run_ranks, work, 2, slow, stuck_after=0.2) for slow in SLOW]
+        assert [call.result() for call in calls] == [[0, 1]] * len(SLOW)
 
 
 def two_more(rank, x, y):
@@ -438,67 +426,39 @@ def test_nothing_that_a_rank_started_outlives_the_call():
     assert processes_with(marker) == []
 
 
-# Each caller is a fork, because to load torch anew takes longer than all else that it does.
-CALLERS = """
-import os, subprocess, sys, time
-from labkit.launch.guard import die_with_parent
-from labkit.launch.ranks import run_ranks
+def call_ranks_that_wait(ready: Path) -> None:
+    def work(rank):
+        subprocess.Popen(["sleep", "300"], start_new_session=True)
+        (ready / "new").with_suffix(f".{rank}").write_text(str(os.getpid()))
+        (ready / "new").with_suffix(f".{rank}").rename(ready / str(rank))
+        time.sleep(300)
 
-def work(rank, ready):
-    subprocess.Popen(["sleep", "300"], start_new_session=True)
-    print("started", flush=True)
-    with open(f"{ready}-{rank}", "w") as file:
-        print(os.getpid(), file=file)
-    time.sleep(300)
-
-print("imported", __name__, flush=True)
-for ready in sys.argv[1:]:
-    if os.fork():
-        os.wait()
-        continue
-    die_with_parent()
-    os.setsid()
-    os.environ["MARKER"] = ready
-    run_ranks(work, 3, ready, timeout=290)
-"""
+    run_ranks(work, 3, timeout=290)
 
 
-def test_no_process_is_left_when_the_calling_script_ends_in_the_middle(tmp_path):
+def test_no_process_is_left_when_the_caller_ends_in_the_middle(tmp_path):
     ends = [
-        ("SIGKILL", os.kill, signal.SIGKILL),
-        ("SIGKILL to the process group", os.killpg, signal.SIGKILL),
-        ("SIGTERM", os.kill, signal.SIGTERM),
-        ("Ctrl-C", os.kill, signal.SIGINT),
+        (os.kill, signal.SIGKILL),
+        (os.killpg, signal.SIGKILL),
+        (os.kill, signal.SIGTERM),
+        (os.kill, signal.SIGINT),
     ]
-    script = tmp_path / "script.py"
-    script.write_text(CALLERS)
-    all_ready = [tmp_path / name for name, _, _ in ends]
-    callers = subprocess.Popen(
-        [sys.executable, script, *all_ready],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    callers = []
+    for number in range(len(ends)):
+        (ready := tmp_path / str(number)).mkdir()
+        place = {"stderr": tmp_path / "errors", "environment": {**os.environ, "M": str(ready)}}
+        callers.append((start_forked(call_ranks_that_wait, ready, **place), ready))
     try:
-        for (name, send, end), ready in zip(ends, all_ready, strict=True):
-            files = [ready.with_name(f"{ready.name}-{rank}") for rank in range(3)]
-            assert becomes(
-                lambda files=files: all(f.exists() and f.read_text()[-1:] == "\n" for f in files),
-                300,
-            ), name
-            ranks = [int(file.read_text()) for file in files]
-            [caller] = psutil.Process(callers.pid).children()
-            marker = str(ready)
-            assert len(processes_with(marker)) >= 3, name  # what the ranks started
+        for (caller, ready), (send, end) in zip(callers, ends, strict=True):
+            assert becomes(lambda ready=ready: len(list(ready.glob("?"))) == 3, 300)
+            assert len(processes_with(str(ready))) >= 3, "what the ranks started"
             send(caller.pid, end)
-            caller.wait(timeout=60)
-            assert all_gone(marker), name
-            assert all_end(ranks), name
+            caller.join(60)
+            assert caller.exitcode
+            assert all_gone(str(ready))
+            assert all_end(int(file.read_text()) for file in ready.iterdir())
     finally:
-        callers.kill()
-        output, _ = callers.communicate()
-    # The script has no `if __name__ == "__main__"`: it must not have been imported again.
-    assert output.splitlines() == ["imported __main__"]
+        stop_forked(*(caller for caller, _ in callers))
 
 
 def test_if_the_supervisor_itself_is_killed_its_ranks_die_with_it():
@@ -513,27 +473,26 @@ def test_if_the_supervisor_itself_is_killed_its_ranks_die_with_it():
     assert all_gone(marker)
 
 
-INTERRUPTED = """
-import os, signal, sys, threading, time
-from labkit.launch.ranks import run_ranks
-
-for delay in (0.2, 1.0, 1.6):
-    if os.fork():
-        os.wait()
-        continue
+def call_twice_and_interrupt_the_first() -> None:
+    """Print what the second call returns, and whose process group a server of its own is in."""
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     try:
-        threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        run_ranks(lambda: time.sleep(20), 2)
+        run_ranks(lambda: time.sleep(100), 2)
     except KeyboardInterrupt:
-        print("interrupted after", delay)
-    print(run_ranks(lambda rank: rank, 2))
-    sys.exit()
-"""
+        children = psutil.Process().children()
+        own = [os.getpgid(child.pid) == os.getpgrp() for child in children]
+        print(run_ranks(lambda rank: rank, 2), own)
 
 
-def test_after_an_interrupted_first_call_the_next_one_works():
-    command = [sys.executable, "-c", INTERRUPTED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    each = "interrupted after {}\n[0, 1]\n"
-    assert done.stdout == "".join(map(each.format, (0.2, 1.0, 1.6))), done.stderr
-    assert done.stderr == ""
+@pytest.mark.parametrize(("shared", "own"), [(True, []), (False, [False])])
+def test_after_an_interrupted_call_the_next_one_works(shared, own, tmp_path):
+    """It is interrupted while it waits for its ranks, or for the start of its own server.
+
+    A notebook's kernel waits, at its end, for the children in its own process group.
+    """
+    environment = {name: os.environ[name] for name in os.environ if shared or name != SHARED}
+    out, err = tmp_path / "out", tmp_path / "err"
+    place = {"stdout": out, "stderr": err, "environment": environment}
+    caller = start_forked(call_twice_and_interrupt_the_first, **place)
+    caller.join(300)
+    assert (caller.exitcode, out.read_text(), err.read_text()) == (0, f"[0, 1] {own}\n", "")

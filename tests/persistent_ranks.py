@@ -22,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 import cloudpickle
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -130,16 +129,6 @@ class PersistentRanks:
         for world_size in list(self.pools):
             self._stop(world_size)
         self.folder.cleanup()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def ranks_stay() -> Iterator[None]:
-    """For a conftest.py: starting ranks takes longer than most tests do.
-
-    FRESH_RANKS=1 in the environment starts them for each test, which says where a hang is.
-    """
-    with contextlib.nullcontext() if os.environ.get("FRESH_RANKS") else persistent_ranks():
-        yield
 
 
 @contextlib.contextmanager

@@ -78,7 +78,9 @@ def test_a_page_is_described_by_its_first_sentences_without_formulas_and_has_one
 
 def named(address: str) -> SimpleNamespace:
     """Sphinx's configuration after the project's address was read from it."""
-    config = SimpleNamespace(html_theme_options={"repository_url": address}, copyright="2026")
+    config = SimpleNamespace(
+        html_theme_options={"repository_url": address}, copyright="2026", myst_substitutions={}
+    )
     name_the_address(None, config)
     return config
 

@@ -1,8 +1,8 @@
-"""Run the doctor on every script here, plain and with --certify, and store what it prints.
+"""Run the doctor on every script of a draw, plain and with --certify, and store what it prints.
 
-    python run.py [name ...]    write outputs/NAME.plain.txt, NAME.certify.txt, and NAME.json
+    python run.py FOLDER [name ...]    write outputs/NAME.plain.txt, NAME.certify.txt, and NAME.json
 
-It ran once, on the commit that README.md names. What is stored was not changed afterward.
+It ran once for each draw, on the commit that its README.md names.
 """
 
 import os
@@ -12,9 +12,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(sys.argv[1]).resolve()
 DOCTOR = ["-m", "ddp_doctor", "--folder"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+QUIET = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+ENVIRONMENT = os.environ | QUIET
 
 
 def both(script: Path) -> None:
@@ -38,7 +39,7 @@ def said(path: Path, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     (HERE / "outputs").mkdir(exist_ok=True)
-    names = sys.argv[1:]
-    scripts = [p for p in sorted(HERE.glob("[0-9]*.py")) if not names or p.stem in names]
+    names = sys.argv[2:]
+    scripts = [p for p in sorted(HERE.glob("*_*.py")) if not names or p.stem in names]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(both, scripts))

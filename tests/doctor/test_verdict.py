@@ -9,7 +9,7 @@ from doctor.noted import pairs_of, rows_of
 
 from ddp_doctor.certificate.evidence import lacks_samples
 from ddp_doctor.certificate.files import Place, samples_of
-from ddp_doctor.certificate.measure import HALF, compare, shares
+from ddp_doctor.certificate.measure import HALF, compare, factor_name, shares
 from ddp_doctor.certificate.plan import (
     AGAIN,
     COMBINES,
@@ -465,6 +465,11 @@ def test_an_error_of_two_percent_is_neither_equal_nor_a_factor(
     got = factor * torch.tensor([1.0, turned, 0.0])
     assert compare({"w": got}, {"w": wanted}, {}).kind == kind
     assert compare({"w": wanted * 1.004}, {"w": wanted}, {}, HALF).kind == "equal"
+
+
+def test_a_factor_that_is_only_near_one_of_the_ranks_has_no_name() -> None:
+    assert factor_name(0.7105, 2) is None  # what clipping left, and not 1/√W
+    assert factor_name(0.5, 2) == factor_name(0.502, 2, HALF) == "1/W"
 
 
 def test_a_parameter_whose_gradient_is_rounding_in_one_of_two_has_no_ratio() -> None:

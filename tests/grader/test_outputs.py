@@ -51,6 +51,13 @@ def test_every_other_difference_is_printed_and_said_on_every_rank(rank, values, 
         assert said.format(rank) in found
 
 
+def test_of_several_differences_the_largest_is_said():
+    """Gradients that are divided by the length of all: one wrong one changes the others a bit."""
+    key = [{"right": np.array([0.60, 0.0]), "wrong": np.array([0.8, 0.0])}]
+    own = [{"right": np.array([0.61, 0.0]), "wrong": np.array([0.4, 0.0])}]
+    assert "wrong has the right direction, but is 0.5 times" in observation(own, key, 1e-4)
+
+
 def test_rounding_of_a_small_gradient_is_measured_by_the_large_one_beside_it():
     key = [{"large": np.array([1.0]), "small": np.array([1e-3])}]
     assert are_same([{"large": np.array([1.0]), "small": np.array([1e-3 + 5e-5])}], key, 1e-4)

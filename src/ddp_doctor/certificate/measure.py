@@ -151,13 +151,14 @@ def _ratio_and_cosine(length: float, reference: float, product: float) -> tuple[
     return length / reference, product / (length * reference)
 
 
-def factor_name(ratio: float, world: int) -> str | None:
+def factor_name(ratio: float, world: int, tolerance: float = TOLERANCE) -> str | None:
     """What a factor is called in terms of W ranks; None if nothing fits."""
     names = {"W": world, "1/W": 1 / world, "W²": world**2, "1/W²": 1 / world**2}
     names |= {"√W": math.sqrt(world), "1/√W": 1 / math.sqrt(world)}
-    if abs(ratio - 1) <= 5e-3:
+    if abs(ratio - 1) <= tolerance:
         return None
-    return next((name for name, value in names.items() if abs(ratio / value - 1) < 5e-3), None)
+    fits = (name for name, value in names.items() if abs(ratio / value - 1) <= tolerance)
+    return next(fits, None)
 
 
 def shares(union: Gradients, ranks: Gradients, rank_0: Gradients) -> tuple[float, float] | None:

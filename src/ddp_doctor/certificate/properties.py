@@ -80,9 +80,9 @@ class Properties:
         if evidence.world_in_script and evidence.scaled_by_world(kind):
             return Property(name, "not judged", WORLD)
         comparison = evidence.comparison(ranks, process)
-        factor = comparison.kind == "scaled" and factor_name(comparison.ratio, evidence.world)
+        named = self._factor(comparison) is not None
         doubt = evidence.doubt_of_deal(kind) if kind == COPIES else None
-        row = self._row(name, comparison, doubt or evidence.doubt(kind, bool(factor)))
+        row = self._row(name, comparison, doubt or evidence.doubt(kind, named))
         if evidence.loss_is_a == "sum" and row.verdict in ("equal", "scaled"):
             if self.mean_of_sum is None or name == "usual":
                 why = self._factors_of_sum()
@@ -146,6 +146,12 @@ class Properties:
             return TOO_FEW
         return NO_EFFECT if evidence.ignores_samples else ""
 
+    def _factor(self, comparison: Comparison) -> str | None:
+        """The name of the factor, if there is nothing but a factor between two gradients."""
+        world, tolerance = self.evidence.world, self.evidence.base
+        scaled = comparison.kind == "scaled"
+        return factor_name(comparison.ratio, world, tolerance) if scaled else None
+
     def _row(self, name: str, comparison: Comparison, doubt: Doubt | None) -> Property:
         """A measured property. If its samples are others, or may be and it does not agree, it is
         not judged; if they may be and it agrees, that is its condition.
@@ -154,8 +160,7 @@ class Properties:
             return Property(name, "not judged", f"Here, a {NOT_FINITE.format(names[0])}")
         if doubt is not None and (doubt.is_violated or comparison.kind != "equal"):
             return Property(name, "not judged", self.evidence.advice(doubt))
-        scaled = comparison.kind == "scaled"
-        factor = factor_name(comparison.ratio, self.evidence.world) if scaled else None
+        factor = self._factor(comparison)
         numbers = (comparison.ratio, comparison.cosine, factor, comparison.worst)
         condition = ""
         if doubt is not None and not doubt.excuses:  # without advice

@@ -86,14 +86,14 @@ def projection(tensor: Tensor) -> Tensor | None:
     begin, numel = (0, data.numel()) if piece is None else (piece[0], tensor.numel())
     every = 1 if numel <= SAMPLED else numel // SAMPLED + 1
     first = -begin % every
-    with torch.no_grad():
-        flat = data.reshape(-1)[first::every]
-        if flat.is_complex():
-            flat = torch.view_as_real(flat).reshape(-1)
-        at = (begin + first) // every
-        weights = _weights(flat.device)[:numel, at : at + flat.numel()]
-        # As a product of matrices, it would raise on a GPU that has to be deterministic.
-        return torch.linalg.vecdot(weights, flat.to(torch.float64)).cpu()
+    flat = data.reshape(-1)
+    if every > 1:
+        flat = flat[first::every]
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    weights = _weights(flat.device).narrow(1, (begin + first) // every, flat.numel())
+    # As a product of matrices, it would raise on a GPU that has to be deterministic.
+    return torch.linalg.vecdot(weights[:numel], flat.to(torch.float64)).cpu()
 
 
 def piece_of(tensor: Tensor) -> tuple[int, int] | None:

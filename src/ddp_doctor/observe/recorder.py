@@ -6,6 +6,7 @@ gradients that the optimizer saw. Observed windows are written to the journal, a
 `MAX_WINDOWS` of them.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -139,9 +140,8 @@ class Recorder:
             snapshot["hashes"][name] = checksum(parameter.grad)
             if id(parameter) in self.by_fsdp and (piece := piece_of(parameter)) is not None:
                 snapshot["pieces"][name] = piece[1]
-            local = self.local.get(id(parameter))
-            known = local is not None and not local.isnan().any()
-            snapshot["local"][name] = _numbers(local) if known else None
+            local = _numbers(self.local.get(id(parameter)))
+            snapshot["local"][name] = None if math.isnan(sum(local or ())) else local
 
     def before_own_reduction(self, optimizer: int | None, name: str = "") -> None:
         """The script is about to combine gradients: one by name, or all of one optimizer, or None

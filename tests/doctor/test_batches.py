@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from doctor.journals import numbers
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -16,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ddp_doctor.facts import journal
 from ddp_doctor.facts.containers import VALUES, tensors_in
+from ddp_doctor.facts.types import CALLS
 from ddp_doctor.observe.install import install
 from ddp_doctor.observe.models import Names
 from ddp_doctor.observe.recorder import Recorder
@@ -108,6 +110,12 @@ def session(tmp_path: Path) -> Iterator[Session]:
     yield session
     patches.undo()
     session.close()
+
+
+def test_the_two_names_of_an_observed_collective_are_one_function(session: Session) -> None:
+    """As without the doctor: torch compares some of them by identity."""
+    for name in CALLS:
+        assert getattr(dist, name, None) is getattr(dist.distributed_c10d, name, None) is not None
 
 
 def test_a_sampler_inside_of_another_is_seen(session: Session, tmp_path: Path) -> None:

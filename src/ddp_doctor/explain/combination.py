@@ -5,14 +5,14 @@ hooks saw, over all parameters. No trust in the wrapper's class is needed.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
 from ddp_doctor.explain.numbers import alike, near
 from ddp_doctor.facts.merged import Run, Window
-from ddp_doctor.facts.types import WindowFact, no_snapshot
+from ddp_doctor.facts.types import Groups, WindowFact, no_snapshot
 
 Measured = Literal["averaged", "summed", "scaled", "no multiple", "not combined", "alone"]
 Kind = Measured | Literal["in parts", "in backward", "unknown"]
@@ -54,7 +54,9 @@ def combination(window: Window, run: Run, clipped: bool = False) -> Combination:
     # Hooks saw gradients that still had the loss scale; the snapshot may be of unscaled ones.
     unscaled = next((s.get("unscaled") for s in window.snapshots().values()), None)
     rescale = 1 / unscaled if unscaled else rescaled(window.facts) if clipped else 1.0
-    pairs = _of_pieces(window, pieces) or _of_copies(window, common - own)
+    split = {name: of for name, n in pieces.items() if len(of := window.groups(name)) == n}
+    held = split or {name: [list(window.ranks)] for name in sorted(common - own)}
+    pairs = [pair for name, groups in held.items() for pair in _pairs(window, name, groups)]
     factor = _measured([(final / rescale, local) for final, local in pairs])
     # Of fewer numbers, or if the others are small, any factor may fit.
     least = FITS * math.hypot(*(final for final, _ in pairs))
@@ -93,33 +95,18 @@ def _combined_in_backward(window: Window, run: Run) -> str:
     return calls[0]["place"] if equal else ""
 
 
-def _of_copies(window: Window, names: set[str]) -> Pairs:
-    """The final gradient of each parameter that all ranks have, and the sum of the local ones."""
-    snapshots = list(window.snapshots().values())
-    pairs: Pairs = []
-    for name in sorted(names):
-        local = [part for s in snapshots if (part := s["local"].get(name)) is not None]
-        pairs += zip(snapshots[0]["grads"].get(name) or (), _sum(local), strict=False)
-    return pairs
+def _pairs(window: Window, name: str, groups: Groups) -> Pairs:
+    """What these groups of ranks hold of a final gradient, and the sum of the ranks' local ones.
 
-
-def _of_pieces(window: Window, pieces: dict[str, int]) -> Pairs:
-    """As `_of_copies`, of parameters that fully_shard splits: each rank computes all of them."""
+    With fully_shard, each group has a piece, and each rank computes the gradient of all pieces.
+    """
     snapshots = window.snapshots()
-    pairs: Pairs = []
-    for name, size in pieces.items():
-        groups = window.groups(name)
-        finals = [snapshots[group[0]]["grads"].get(name) for group in groups]
-        local = [snapshot["local"].get(name) for snapshot in snapshots.values()]
-        if len(groups) == size:
-            pairs += zip(_sum(finals), _sum(local), strict=False)
-    return pairs
-
-
-def _sum(parts: Sequence[list[float] | None]) -> list[float]:
-    """The projection of a sum of tensors; empty if that of one is not known."""
-    known = [part for part in parts if part is not None]
-    return [sum(of) for of in zip(*known, strict=False)] if len(known) == len(parts) else []
+    finals = [part for of in groups if (part := snapshots[of[0]]["grads"].get(name)) is not None]
+    local = [part for one in snapshots.values() if (part := one["local"].get(name)) is not None]
+    if len(finals) < len(groups):
+        return []
+    final, given = ([sum(of) for of in zip(*each, strict=False)] for each in (finals, local))
+    return list(zip(final, given, strict=False))
 
 
 def _measured(pairs: Pairs) -> float | None:

@@ -49,9 +49,7 @@ def checksum(tensor: Tensor, limit: int | None = None) -> int:
         if limit is not None and data.dim():
             wanted = max(1, limit // data.element_size())
             data = data[: -(-wanted // data[0].numel())]
-        data = data.contiguous().view(-1)
-        if data.is_conj() or data.is_neg():
-            data = data.resolve_conj().resolve_neg()
+        data = data.contiguous().view(-1).resolve_conj().resolve_neg()
         if limit is not None:
             data = data[: max(1, limit // data.element_size())]
         if data.device.type != "cpu":

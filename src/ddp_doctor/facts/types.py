@@ -114,7 +114,7 @@ class ParametersFact(TypedDict):
     """Hashes of an optimizer's parameters, and the first number of each one's projection."""
 
     parameters: dict[str, int]
-    values: dict[str, float | None]
+    values: dict[str, float]  # 0 of what could not be read
 
 
 class ReplicaFact(ParametersFact):

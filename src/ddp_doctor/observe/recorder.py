@@ -348,10 +348,7 @@ def ranks() -> int:
 def _as_fact(parameters: list[tuple[str, Tensor]]) -> ParametersFact:
     return {
         "parameters": {name: checksum(parameter) for name, parameter in parameters},
-        "values": {
-            name: next(iter(_numbers(projection(parameter)) or ()), None)
-            for name, parameter in parameters
-        },
+        "values": {name: (_numbers(projection(one)) or [0.0])[0] for name, one in parameters},
     }
 
 

@@ -199,6 +199,11 @@ def test_a_process_that_has_just_started_can_be_killed(shared):
         assert process.wait(30) == -signal.SIGKILL
 
 
+def test_a_fork_takes_an_interrupt_though_its_server_ignores_it(shared):
+    process = ForkedPopen(ForkServer(), signal.raise_signal, signal.SIGINT)
+    assert process.wait(30) == 1  # a traceback of KeyboardInterrupt
+
+
 def test_where_the_shared_server_is_another_pythons_or_gone_a_process_starts_its_own(
     shared, monkeypatch
 ):

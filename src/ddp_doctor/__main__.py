@@ -19,7 +19,7 @@ from ddp_doctor import __version__
 from ddp_doctor.facts.journal import alive, read_statuses
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import FOUND, LEVELS, MOST_RANKS, UNCHECKED, Options, say
-from ddp_doctor.run.script import problem_with, run_script
+from ddp_doctor.run.script import NotRunnableError, problem_with, run_script
 from ddp_doctor.run.start import start
 from ddp_doctor.run.watcher import VERDICT
 
@@ -94,7 +94,8 @@ def main() -> None:
     if script == "explain" and not Path("explain").exists():
         sys.exit(_explain(its))
     if problem := problem_with(script, its):
-        sys.exit(f"ddp-doctor: {problem}")
+        say(problem)
+        sys.exit(2)
     if given["certify"]:
         from ddp_doctor.certificate.program import run
 
@@ -110,6 +111,10 @@ def _observed(script: str, its: list[str], options: Options) -> None:
     session = start(options)
     try:
         run_script(script, its)
+    except NotRunnableError as error:
+        say(str(error))
+        _close(session, options, SystemExit(2), 2)
+        sys.exit(2)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         _close(session, options, end, code)

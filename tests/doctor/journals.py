@@ -1,12 +1,16 @@
 """Journals of runs that never ran: what each rank would have written, from a few numbers."""
 
+from collections.abc import Mapping
 from copy import copy, deepcopy
 from typing import Any, NotRequired, TypeVar, cast, get_origin, get_type_hints
+
+from torch import Tensor
 
 from ddp_doctor.explain.findings import Finding
 from ddp_doctor.explain.observed import observed
 from ddp_doctor.explain.rules import examine
 from ddp_doctor.explain.steps import Step, steps_of
+from ddp_doctor.facts.fingerprints import projection
 from ddp_doctor.facts.journal import ProcessJournal, Status
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import (
@@ -15,6 +19,7 @@ from ddp_doctor.facts.types import (
     Facts,
     GroupFact,
     ProcessFact,
+    Projections,
     ReplicaFact,
     SnapshotFact,
     TermFact,
@@ -48,11 +53,23 @@ def with_backward(one: WindowFact, **given: Any) -> None:
     one["backwards"][0] = fact(BackwardFact, **{**one["backwards"][0], **given})
 
 
+def numbers(tensor: Tensor) -> list[float]:
+    """Its projection, as a rank writes it down."""
+    found = projection(tensor)
+    assert found is not None
+    return found.tolist()
+
+
+def projections(given: Mapping[str, float | list[float]]) -> Projections:
+    """Of tensors with four equal elements, if only one is given."""
+    return {name: one if isinstance(one, list) else [one] * 4 for name, one in given.items()}
+
+
 def window(
     counts: list[int],
     shares: list[float],
-    gradients: dict[str, float],
-    local: dict[str, float],
+    gradients: Mapping[str, float | list[float]],
+    local: Mapping[str, float | list[float]],
     **more: Any,
 ) -> WindowFact:
     """One rank's record of one step with a micro-batch per count."""
@@ -79,10 +96,11 @@ def window(
         )
         for count, share in zip(counts, shares, strict=True)
     ]
-    hashes = {name: hash(value) for name, value in gradients.items()}
+    grads = projections(gradients)
+    hashes = {name: hash(str(value)) for name, value in gradients.items()}
     given = {
         "backwards": backwards,
-        "snapshot": fact(SnapshotFact, grads=gradients, hashes=hashes, local=local),
+        "snapshot": fact(SnapshotFact, grads=grads, hashes=hashes, local=projections(local)),
         "after": fact(ReplicaFact),
         "step_place": "train.py:10",
         "world": 0,

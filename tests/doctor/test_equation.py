@@ -1,12 +1,14 @@
 """P0 and factors: what the optimizer got of what the ranks computed, and what is seen of losses."""
 
 import pytest
+import torch
 from doctor.journals import (
     fact,
     findings,
     first_step,
     kinds,
     lines,
+    numbers,
     run_of,
     run_with_steps,
     window,
@@ -119,12 +121,27 @@ def test_a_gradient_that_is_no_sum_of_the_local_ones_is_not_given_a_factor() -> 
     assert "no multiple of the sum" in lines(run)["gradients"]
 
 
+def test_a_mean_of_gradients_that_each_rank_has_clipped_is_no_multiple_of_their_sum() -> None:
+    """One parameter is by far the largest, as in most models: its own numbers have to tell."""
+    gen = torch.Generator().manual_seed(0)
+    seen = []
+    for _ in range(40):
+        whole = torch.randn(2, 64, generator=gen) * torch.tensor([[1.0], [3.0]])
+        whole[:, 60:] /= 50
+        clipped = (whole / whole.norm(dim=1, keepdim=True)).mean(0)
+        combined, *local = (
+            {"weight": numbers(one[:60]), "bias": numbers(one[60:])} for one in (clipped, *whole)
+        )
+        seen += kinds(run_of([window([4], [1.0], combined, mine) for mine in local]))
+    assert seen == ["no multiple"] * 40
+
+
 @pytest.mark.parametrize(("final", "kind"), [(1.25, "averaged"), (2.5, "summed"), (3.0, "unknown")])
 def test_the_one_number_of_a_single_parameter_fits_any_factor_and_shows_none(
     final: float, kind: str
 ) -> None:
-    local = [{"weight": 1.0}, {"weight": 1.5}]
-    run = run_of([window([4], [1.0], {"weight": final}, mine) for mine in local])
+    local = [{"weight": [1.0]}, {"weight": [1.5]}]
+    run = run_of([window([4], [1.0], {"weight": [final]}, mine) for mine in local])
     assert kinds(run) == [kind]
     assert "times" not in lines(run).get("gradients", "")
 

@@ -96,9 +96,9 @@ def in_pieces(n: int, rank: int, factor: float = 0.5) -> dict[str, Any]:
     """Both ranks compute the whole gradient; each has its shard of what was combined."""
     local, final = 2.0 + rank + n, factor * (1.5 + rank + n)
     return {
-        "grads": {"weight": final},
+        "grads": {"weight": [final]},
         "hashes": {"weight": 3 + rank},
-        "local": {"weight": local},
+        "local": {"weight": [local]},
         "pieces": {"weight": 2},
     }
 
@@ -108,7 +108,7 @@ def test_the_average_of_fully_shard_is_measured_from_the_shards_of_all_ranks() -
 
     def shards(n: int, rank: int) -> dict[str, Any]:
         total = 5.0 + 2 * n
-        return in_pieces(n, rank) | {"grads": {"weight": total / 8 if rank else 3 * total / 8}}
+        return in_pieces(n, rank) | {"grads": {"weight": [total / 8 if rank else 3 * total / 8]}}
 
     assert kinds(sharded(shards)) == ["averaged"] * 3
     assert findings(sharded(shards)) == {}
@@ -119,8 +119,8 @@ def test_shards_that_each_rank_scales_by_a_factor_of_its_own_are_found() -> None
         run = sharded(in_pieces)
         for rank, factor in zip(run.ranks, factors, strict=True):
             for one in rank.windows:
-                final = one["snapshot"]["grads"]["weight"]
-                one["left"] = {"weight": (final or 0.0) / factor}
+                final = one["snapshot"]["grads"]["weight"] or []
+                one["left"] = {"weight": [number / factor for number in final]}
         return set(findings(run))
 
     assert "clipped_local_shards" not in clipped(0.5, 0.5)

@@ -11,6 +11,7 @@ from doctor.journals import (
     SAME,
     fact,
     findings,
+    projections,
     run_of,
     run_with_steps,
     step,
@@ -155,7 +156,9 @@ def test_losses_of_which_ranks_have_other_numbers_are_not_weighed_by_one_of_them
     windows = step()
     windows[0]["backwards"][0]["terms"] *= 2
     for one in windows:
-        one["snapshot"] |= {"grads": {"weight": 3.0, "bias": -4.0}}  # the sum over the ranks
+        one["snapshot"] |= {
+            "grads": projections({"weight": 3.0, "bias": -4.0})
+        }  # the sum over the ranks
     assert findings(run_with_steps([windows] * 2)) == {}
 
 

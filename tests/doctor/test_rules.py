@@ -10,6 +10,7 @@ from doctor.journals import (
     journal_of,
     kinds,
     lines,
+    projections,
     run_with_steps,
     step,
     window,
@@ -25,7 +26,7 @@ from ddp_doctor.facts.types import CollectiveFact, ProcessFact, ReplicaFact, Sta
 def rescaled_step(factor: float, share: float = 1.0) -> list[dict[str, Any]]:
     """The script multiplies what backward left, `SAME`, by a factor before the update."""
     after = {name: factor * value for name, value in SAME.items()}
-    windows = [window([4], [share], after, mine, left=SAME) for mine in OWN]
+    windows = [window([4], [share], after, mine, left=projections(SAME)) for mine in OWN]
     for rank, one in enumerate(windows):
         one["backwards"][0]["values"] = [1.0 + rank]
     return windows
@@ -50,7 +51,7 @@ def test_an_all_reduce_of_equal_gradients_is_no_clip() -> None:
     call = fact(CollectiveFact, op="all_reduce", what="gradient", numel=2, backwards={"0": 0})
     local = {name: value / 2 for name, value in SAME.items()}
     run = run_with_steps(
-        [[window([4], [1.0], SAME, SAME, left=left, collectives=[call]) for _ in OWN]
+        [[window([4], [1.0], SAME, SAME, left=projections(left), collectives=[call]) for _ in OWN]
         for left in (local, SAME, local)]
     )  # fmt: skip
     assert kinds(run) == ["averaged"] * 3

@@ -44,22 +44,36 @@ def test_an_option_that_makes_no_sense_is_refused_with_what_to_pass(
     ("command", "said"),
     [
         (["-m", "train.py"], "train.py is a file, and -m takes the name of a module"),
-        (["--certify", "train.py"], "interrupted, without a certificate"),
+        (["-m", "no_main"], "'no_main' is a package without a __main__.py"),
+        (["-m", "no_main.train"], "there is no module 'no_main.train'"),
+        (["-m", "sys"], "there is no module 'sys' with a file to run"),
+        (["no_main/weights.py"], "weights.py is no Python that can be run"),
+        (["--certify", "train.py"], ""),
     ],
 )
 def test_what_cannot_be_run_and_what_is_interrupted_ends_in_a_sentence(
-    command: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def interrupted(*arguments: object) -> int:
         raise KeyboardInterrupt
 
+    (tmp_path / "no_main").mkdir()
+    (tmp_path / "no_main" / "__init__.py").touch()
+    (tmp_path / "no_main" / "weights.py").write_bytes(b"\0")
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(program, "start", lambda options: None)
     monkeypatch.setattr("ddp_doctor.certificate.program.run", interrupted)
     monkeypatch.setattr(sys, "argv", ["ddp_doctor", *command])
     with pytest.raises(SystemExit) as end:
         program.main()
-    assert said in str(end.value.code)
+    assert end.value.code == (2 if said else "ddp-doctor: interrupted, without a certificate.")
+    assert said in capsys.readouterr().err
 
 
 def test_a_script_sees_the_absolute_path_of_its_file_as_without_the_doctor(

@@ -7,15 +7,17 @@ hooks saw, over all parameters. No trust in the wrapper's class is needed.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from ddp_doctor.explain.numbers import alike, near
 from ddp_doctor.facts.merged import Run, Window
-from ddp_doctor.facts.types import WindowFact, no_snapshot
+from ddp_doctor.facts.types import Groups, WindowFact, no_snapshot
 
 Measured = Literal["averaged", "summed", "scaled", "no multiple", "not combined", "alone"]
 Kind = Measured | Literal["in parts", "in backward", "unknown"]
 FITS = 0.05  # of the gradients' length, that a factor may leave unexplained
+Pairs = list[tuple[float, float]]  # a number of a final gradient, and of the sum of the local ones
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Combination:
     """How the ranks' gradients became one. `factor` is α; None where it could not be measured.
 
     `place`: of the script's own all-reduce, if its backward has combined the ranks. "no multiple":
-    no α fits; how much of the gradients it leaves is not known, as there is a number for each.
+    no α fits; how much of the gradients it leaves is not known, as there are few numbers of each.
     """
 
     kind: Kind
@@ -52,9 +54,13 @@ def combination(window: Window, run: Run, clipped: bool = False) -> Combination:
     # Hooks saw gradients that still had the loss scale; the snapshot may be of unscaled ones.
     unscaled = next((s.get("unscaled") for s in window.snapshots().values()), None)
     rescale = 1 / unscaled if unscaled else rescaled(window.facts) if clipped else 1.0
-    pairs = _of_pieces(window, pieces) or _of_copies(window, common - own)
+    split = {name: of for name, n in pieces.items() if len(of := window.groups(name)) == n}
+    held = split or {name: [list(window.ranks)] for name in sorted(common - own)}
+    pairs = [pair for name, groups in held.items() for pair in _pairs(window, name, groups)]
     factor = _measured([(final / rescale, local) for final, local in pairs])
-    several = len(pairs) > 1  # a number for each: a single one fits any factor
+    # Of fewer numbers, or if the others are small, any factor may fit.
+    least = FITS * math.hypot(*(final for final, _ in pairs))
+    several = sum(abs(final) > least for final, _ in pairs) >= 4
     if window.world == 1:
         return Combination("alone", factor if factor and factor > 0 and several else 1.0)
     if factor is None:
@@ -83,52 +89,42 @@ def _combined_in_backward(window: Window, run: Run) -> str:
         return ""
     local = [snapshot["local"] for snapshot in window.snapshots().values()]
     equal = any(
-        value and all(other.get(name) == value for other in local)
+        any(value or ()) and all(other.get(name) == value for other in local)
         for name, value in local[0].items()
     )
     return calls[0]["place"] if equal else ""
 
 
-def _of_copies(window: Window, names: set[str]) -> list[tuple[float, float]]:
-    """The final gradient of each parameter that all ranks have, and the sum of the local ones."""
-    snapshots = list(window.snapshots().values())
-    pairs = []
-    for name in sorted(names):
-        final = snapshots[0]["grads"].get(name)
-        local = [part for s in snapshots if (part := s["local"].get(name)) is not None]
-        if final is not None and local:
-            pairs.append((final, sum(local)))
-    return pairs
+def _pairs(window: Window, name: str, groups: Groups) -> Pairs:
+    """What these groups of ranks hold of a final gradient, and the sum of the ranks' local ones.
 
-
-def _of_pieces(window: Window, pieces: dict[str, int]) -> list[tuple[float, float]]:
-    """As `_of_copies`, of parameters that fully_shard splits: each rank computes all of them."""
+    With fully_shard, each group has a piece, and each rank computes the gradient of all pieces.
+    """
     snapshots = window.snapshots()
-    pairs = []
-    for name, size in pieces.items():
-        groups = window.groups(name)
-        finals = [snapshots[group[0]]["grads"].get(name) for group in groups]
-        locals_ = [snapshot["local"].get(name) for snapshot in snapshots.values()]
-        known = [value for value in (*finals, *locals_) if value is not None]
-        if len(groups) == size and len(known) == len(finals) + len(locals_):
-            final = sum(value for value in finals if value is not None)
-            pairs.append((final, sum(known) - final))
-    return pairs
+    finals = [part for of in groups if (part := snapshots[of[0]]["grads"].get(name)) is not None]
+    local = [part for one in snapshots.values() if (part := one["local"].get(name)) is not None]
+    if len(finals) < len(groups):
+        return []
+    final, given = ([sum(of) for of in zip(*each, strict=False)] for each in (finals, local))
+    return list(zip(final, given, strict=False))
 
 
-def _measured(pairs: list[tuple[float, float]]) -> float | None:
+def _measured(pairs: Pairs) -> float | None:
     """The factor between sums of local gradients and final ones.
 
     NaN if no factor explains them, and None if there are none.
     """
-    product = sum(final * local for final, local in pairs)
-    square = sum(local * local for _, local in pairs)
-    final_square = sum(final * final for final, _ in pairs)
-    if not square or not final_square or not math.isfinite(product):
+    length, given = (math.hypot(*numbers) for numbers in zip(*pairs or [(0.0, 0.0)], strict=True))
+    if not length or not given or not math.isfinite(length * given):
         return None
-    factor = product / square
-    residual = math.sqrt(max(0.0, final_square - product * factor) / final_square)
-    return factor if residual <= FITS else math.nan
+    factor = _best(pairs)
+    left = math.hypot(*(final - factor * local for final, local in pairs))
+    return factor if left <= FITS * length else math.nan
+
+
+def _best(pairs: Pairs) -> float:
+    """The factor that fits all pairs best."""
+    return sum(one * other for one, other in pairs) / sum(other * other for _, other in pairs)
 
 
 def rescaled(facts: Iterable[WindowFact]) -> float:
@@ -137,7 +133,7 @@ def rescaled(facts: Iterable[WindowFact]) -> float:
     1 if there is none: then `.grad` is what backward left, or the script combined the ranks' in
     between, which looks like a factor if they are equal.
     """
-    pairs = []
+    of_each: list[Pairs] = []
     for fact in facts:
         if _reduces_gradients(fact):
             return 1.0
@@ -146,20 +142,20 @@ def rescaled(facts: Iterable[WindowFact]) -> float:
             final = now.get(name)
             if final is None:
                 return 1.0
-            if left:
-                pairs.append((left, final))
-    factors = [now / left for left, now in pairs]
-    if not factors:
+            if left and any(left):
+                of_each.append(list(zip(final, left, strict=False)))
+    if not of_each:
         return 1.0
-    if alike(factors, 1e-4):
-        return factors[0] if factors[0] > 0 else 1.0
-    # In half precision every element was rounded: the factor that fits all of them best.
-    factor = sum(now * left for left, now in pairs) / sum(left * left for left, _ in pairs)
-    largest = max(abs(now) for _, now in pairs)
+    factors, factor = [_best(pairs) for pairs in of_each], _best([*chain(*of_each)])
+    lengths = [math.hypot(*(final for final, _ in pairs)) for pairs in of_each]
     fits = all(
-        abs(now - factor * left) <= 0.02 * max(abs(now), 0.02 * largest) for left, now in pairs
+        math.hypot(*(final - factor * left for final, left in pairs))
+        <= 0.02 * max(length, 0.02 * max(lengths))
+        for pairs, length in zip(of_each, lengths, strict=True)
     )
-    return factor if fits and factor > 0 and not near(factor, 1.0) else 1.0
+    # In half precision every element was rounded: a factor that is nearly 1 may be none.
+    exact = alike(factors, 1e-4) or not near(factor, 1.0)
+    return factor if fits and exact and factor > 0 else 1.0
 
 
 def untouched(fact: WindowFact) -> bool:

@@ -228,7 +228,7 @@ def _finite(run: Run) -> Line:
             losses = [
                 value for backward in fact["backwards"] for value in backward.get("values", [])
             ]
-            grads = [value for value in fact["snapshot"]["grads"].values() if value is not None]
+            grads = [value for of in fact["snapshot"]["grads"].values() for value in of or ()]
             for what, values in (("loss", losses), ("gradient", grads)):
                 bad = [value for value in values if not math.isfinite(value)]
                 if bad:

@@ -49,9 +49,7 @@ def checksum(tensor: Tensor, limit: int | None = None) -> int:
         if limit is not None and data.dim():
             wanted = max(1, limit // data.element_size())
             data = data[: -(-wanted // data[0].numel())]
-        data = data.contiguous().view(-1)
-        if data.is_conj() or data.is_neg():
-            data = data.resolve_conj().resolve_neg()
+        data = data.contiguous().view(-1).resolve_conj().resolve_neg()
         if limit is not None:
             data = data[: max(1, limit // data.element_size())]
         if data.device.type != "cpu":
@@ -72,35 +70,28 @@ def hash_on_device(flat: Tensor) -> int:
     return zlib.crc32(repr(torch.stack(sums).tolist()).encode())
 
 
-def projection(tensor: Tensor) -> float | None:
-    """The dot product with a fixed vector, over at most `SAMPLED` evenly spaced elements.
+def projection(tensor: Tensor) -> Tensor | None:
+    """The dot products with four fixed vectors, over at most `SAMPLED` evenly spaced elements.
 
-    Linear: the projection of a sum of gradients is the sum of their projections, and that of a
-    whole tensor the sum over its pieces (see `piece_of`). None for what cannot be read.
+    64-bit numbers on the CPU, no more than the tensor has elements. Linear: the projection of a sum
+    of gradients is the sum of their projections, and that of a whole tensor the sum over its pieces
+    (see `piece_of`). None for what cannot be read.
     """
     data = dense(tensor)
     if data is None:
         return None
-    if data.numel() == 0:
-        return 0.0
     piece = piece_of(tensor)
     begin, numel = (0, data.numel()) if piece is None else (piece[0], tensor.numel())
-    return projection_of(data.reshape(-1), begin, numel)
-
-
-def projection_of(flat: Tensor, begin: int, numel: int) -> float:
-    """The part of a projection that is in `flat`, a vector which begins at element `begin` of the
-    whole tensor of `numel` elements.
-    """
     every = 1 if numel <= SAMPLED else numel // SAMPLED + 1
     first = -begin % every
-    with torch.no_grad():
+    flat = data.reshape(-1)
+    if every > 1:
         flat = flat[first::every]
-        if flat.is_complex():
-            flat = torch.view_as_real(flat).reshape(-1)
-        at = (begin + first) // every
-        weights = _weights(flat.device)[at : at + flat.numel()]
-        return float(torch.dot(flat.to(torch.float64), weights))
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    weights = _weights(flat.device).narrow(1, (begin + first) // every, flat.numel())
+    # As a product of matrices, it would raise on a GPU that has to be deterministic.
+    return torch.linalg.vecdot(weights[:numel], flat.to(torch.float64)).cpu()
 
 
 def piece_of(tensor: Tensor) -> tuple[int, int] | None:
@@ -121,10 +112,11 @@ def piece_of(tensor: Tensor) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
-    """The fixed vector of all projections; twice as long, for complex numbers."""
+    """The fixed vectors of all projections; twice as long, for complex numbers."""
     with torch.no_grad():
         steps = torch.arange(2 * SAMPLED, dtype=torch.float64, device="cpu")
-        return torch.cos(steps * 1.6180339887 + 0.3).to(device)
+        rates = (1.6180339887, 2.2360679775, 1.4142135624, 2.7182818285)
+        return torch.stack([torch.cos(steps * rate + 0.3) for rate in rates]).to(device)
 
 
 @lru_cache(maxsize=16)

@@ -21,7 +21,7 @@ from typing import Any
 
 from ddp_doctor.facts.types import Facts, listed, no_facts
 
-MAX_BYTES = 8 << 20
+MAX_BYTES = 16 << 20
 OLD = 60.0  # seconds after which a process that has ended is an earlier run's
 OLD_ELSEWHERE = 3600.0  # the same, if only its silence says so: longer than any group's timeout
 NOW = struct.Struct("<dQB255s")  # since, optimizer steps, ended, doing

@@ -298,14 +298,14 @@ class Run:
         held = {start["parameters"].get(name) for start in starts}
         if len(held) == 1 and held != {0}:
             return True
-        windows: dict[tuple[int, int], list[tuple[int | None, float | None]]] = {}
+        windows: dict[tuple[int, int], list[tuple[int | None, bool]]] = {}
         for rank in self.ranks:
             for fact in rank.windows:
                 of = fact["snapshot"]
-                bits = of["hashes"].get(name), of["grads"].get(name)
+                bits = of["hashes"].get(name), any(of["grads"].get(name) or ())
                 windows.setdefault((fact["n"], fact["optimizer"]), []).append(bits)
         return any(
-            len(found) == self.world and len(set(found)) == 1 and bool(found[0][1])
+            len(found) == self.world and len(set(found)) == 1 and found[0][1]
             for found in windows.values()
         )
 

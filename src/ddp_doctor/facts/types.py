@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict, cast
 
 Groups = list[list[int]]  # disjoint groups of ranks
-Projections = dict[str, float | None]  # by parameter; None for what could not be read
+Projections = dict[str, list[float] | None]  # by parameter; None for what could not be read
 
 
 class ScalingFact(TypedDict):
@@ -111,10 +111,10 @@ class ForwardFact(TypedDict):
 
 
 class ParametersFact(TypedDict):
-    """Hashes and projections of an optimizer's parameters."""
+    """Hashes of an optimizer's parameters, and the first number of each one's projection."""
 
     parameters: dict[str, int]
-    values: Projections
+    values: dict[str, float]  # 0 of what could not be read
 
 
 class ReplicaFact(ParametersFact):

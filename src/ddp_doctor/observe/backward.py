@@ -41,7 +41,7 @@ class _Backwards:
         self.look = recorder.session.guard(self._look)
         self.look_early = recorder.session.guard(self._look_early)
         # By parameter with hooks: its gradient before them, and how many collectives there were.
-        self.early: dict[int, tuple[float | None, int]] = {}
+        self.early: dict[int, tuple[Tensor | None, int]] = {}
 
     def before(self, args: Args, kwargs: Kwargs) -> Any:
         """Returns the record of this backward, and the nodes that it starts from."""
@@ -127,7 +127,7 @@ class _Backwards:
             key = id(parameter)
             recorder.by_fsdp.add(key)
             added = value - recorder.waiting.pop(key, 0.0)
-            if not added:
+            if not added.any():
                 continue
             self._note_leftover(parameter)
             recorder.local[key] = recorder.local.get(key, 0.0) + added
@@ -137,14 +137,15 @@ class _Backwards:
     def keep_local(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         """What fully_shard has kept will be there again after the next backward."""
         if self.recorder.on:
-            kept = {id(parameter): value for parameter, value in _whole(args[0]) if value}
+            kept = {id(parameter): value for parameter, value in _whole(args[0]) if value.any()}
             self.recorder.waiting |= kept
 
     def _note_leftover(self, parameter: Tensor) -> None:
         """Whether the gradient that the last step used is still there."""
         grad, used = parameter.grad, self.recorder.used.get(id(parameter))
         # None: cannot be compared; 0: adds nothing
-        if used and grad is not None and used == projection(grad):
+        now = None if grad is None or used is None or not used.any() else projection(grad)
+        if now is not None and used is not None and torch.equal(used, now):
             self.recorder.leftover.add(id(parameter))
 
     def _look(self, parameter: Tensor, record: Backward, gradient: Tensor | None) -> None:
@@ -225,12 +226,14 @@ class _Backwards:
         self.recorder.hooks = []
 
 
-def _whole(group: Any) -> Iterator[tuple[Tensor, float]]:
+def _whole(group: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Each sharded parameter of a group of fully_shard, and its whole gradient's projection."""
     for one in getattr(group, "fsdp_params", ()):
         own = getattr(getattr(one, "_unsharded_param", None), "grad", None)
         parts = [own, getattr(one, "unsharded_accumulated_grad", None)]
-        yield one.sharded_param, sum(projection(part) or 0.0 for part in parts if part is not None)
+        seen = [projection(part) for part in parts if part is not None]
+        nothing = torch.zeros(1, device="cpu")
+        yield one.sharded_param, sum((part for part in seen if part is not None), nothing)
 
 
 def _roots(args: Args, kwargs: Kwargs) -> list[Tensor]:

@@ -19,7 +19,7 @@ from ddp_doctor.observe.states import OptimizerState
 def install(recorder: Recorder, patches: Patches) -> None:
     of = _Steps(recorder)
     patches.hold(register_optimizer_step_pre_hook(of.step))
-    patches.hold(register_optimizer_step_post_hook(of.stepped))
+    patches.hold(register_optimizer_step_post_hook(recorder.session.guard(of.stepped)))
     patches.observe(Optimizer, "__init__", after=of.made)
     patches.observe(Optimizer, "zero_grad", of.cleared)
     patches.observe(nn.Module, "zero_grad", of.module_cleared)
@@ -31,11 +31,7 @@ class _Steps:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         guard = recorder.session.guard
-        self.before, self.after, self.update = (
-            guard(self._before),
-            guard(self._after),
-            guard(self._update),
-        )
+        self.before, self.update = guard(self._before), guard(self._update)
 
     def made(self, token: Any, result: Any, args: Args, kwargs: Kwargs) -> None:
         self.recorder.add_optimizer(args[0])
@@ -78,9 +74,6 @@ class _Steps:
         self.recorder.before_update(self.recorder.add_optimizer(optimizer))
 
     def stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.after(optimizer)
-
-    def _after(self, optimizer: Any) -> None:
         recorder = self.recorder
         del recorder.in_step[-1:]
         if recorder.in_step:

@@ -19,7 +19,6 @@ from ddp_doctor.facts.types import (
     GroupFact,
     OptimizerFact,
     ParametersFact,
-    Projections,
     ReplicaFact,
     SettingsFact,
     StartFact,
@@ -58,10 +57,10 @@ class Recorder:
         self.in_backward = 0
         self.in_step: list[int] = []
         self.made = 0
-        self.local: dict[int, float] = {}
+        self.local: dict[int, Tensor] = {}
         self.by_fsdp: set[int] = set()  # parameters whose whole local gradient fully_shard has had
-        self.waiting: dict[int, float] = {}  # of a whole gradient that fully_shard has not reduced
-        self.used: dict[int, float | None] = {}  # gradients right after the step that used them
+        self.waiting: dict[int, Tensor] = {}  # of a whole gradient that fully_shard has not reduced
+        self.used: dict[int, Tensor | None] = {}  # gradients right after the step that used them
         self.leftover: set[int] = set()  # parameters that still held these when backward came
         self.collective_counts: dict[str, int] = {}
         self.scales = 1.0
@@ -137,12 +136,12 @@ class Recorder:
                 if parameter.requires_grad:
                     snapshot["missing"].append(name)
                 continue
-            snapshot["grads"][name] = projection(parameter.grad)
+            snapshot["grads"][name] = _numbers(projection(parameter.grad))
             snapshot["hashes"][name] = checksum(parameter.grad)
             if id(parameter) in self.by_fsdp and (piece := piece_of(parameter)) is not None:
                 snapshot["pieces"][name] = piece[1]
-            local = self.local.get(id(parameter))
-            snapshot["local"][name] = None if local is None or math.isnan(local) else local
+            local = _numbers(self.local.get(id(parameter)))
+            snapshot["local"][name] = None if math.isnan(sum(local or ())) else local
 
     def before_own_reduction(self, optimizer: int | None, name: str = "") -> None:
         """The script is about to combine gradients: one by name, or all of one optimizer, or None
@@ -187,13 +186,11 @@ class Recorder:
 
     def note_gradients(self, state: OptimizerState) -> None:
         """What backward left in `.grad`: whatever differs at the update, the script changed."""
-        state.left = _rounded(
-            {
-                name: projection(parameter.grad)
-                for name, parameter in self.parameters_of(state)
-                if parameter.grad is not None
-            }
-        )
+        state.left = {
+            name: _numbers(projection(parameter.grad))
+            for name, parameter in self.parameters_of(state)
+            if parameter.grad is not None
+        }
 
     def _note_start(self, state: OptimizerState) -> None:
         """A checksum of a few parameters' bits at every step, left on their device.
@@ -264,9 +261,6 @@ class Recorder:
             session.journal.steps += 1
         if self.on and self.written < MAX_WINDOWS:
             self.written += 1
-            snapshot = state.snapshot or no_snapshot()
-            snapshot["grads"] = _rounded(snapshot["grads"])
-            snapshot["local"] = _rounded(snapshot["local"])
             fact = WindowFact(
                 n=session.step_count,
                 optimizer=state.index,
@@ -274,7 +268,7 @@ class Recorder:
                 backwards=as_facts(state.pending),
                 cleared=state.cleared,
                 leftover=state.leftover,
-                snapshot=snapshot,
+                snapshot=state.snapshot or no_snapshot(),
                 left=state.left,
                 after=self.replica(state),
                 outside=self._outside(),
@@ -354,12 +348,10 @@ def ranks() -> int:
 def _as_fact(parameters: list[tuple[str, Tensor]]) -> ParametersFact:
     return {
         "parameters": {name: checksum(parameter) for name, parameter in parameters},
-        "values": _rounded({name: projection(parameter) for name, parameter in parameters}),
+        "values": {name: (_numbers(projection(one)) or [0.0])[0] for name, one in parameters},
     }
 
 
-def _rounded(values: Projections) -> Projections:
-    return {
-        name: value if value is None or not math.isfinite(value) else float(f"{value:.9g}")
-        for name, value in values.items()
-    }
+def _numbers(value: Tensor | None) -> list[float] | None:
+    """A projection, as it is written down."""
+    return None if value is None else [float(f"{number:.9g}") for number in value.tolist()]

@@ -162,15 +162,17 @@ class ForkServer:
         return self._process.pid if self._process else None
 
     @contextlib.contextmanager
-    def forked(self, target: Callable[..., None], *args: Any) -> Iterator[Connection]:
+    def forked(
+        self, target: Callable[..., None], *args: Any, outputs: Sequence[int] = OUTPUTS
+    ) -> Iterator[Connection]:
         """Run `target(connection, *args)` in a new process; give the other end of the connection.
 
         `target` and `args` are pickled by name. The new process has this one's environment,
-        working directory, sys.path, standard output, and standard error. On leaving, the connection
-        is closed and the end of the process is awaited. Raises NotStartedError if no process can be
-        started.
+        working directory, sys.path, and `outputs`, by default standard output and standard error.
+        On leaving, the connection is closed and the end of the process is awaited. Raises
+        NotStartedError if no process can be started.
         """
-        ours = self._ask_for_a_fork()
+        ours = self._ask_for_a_fork(outputs)
         try:
             ours.send((sys.path, os.getcwd(), dict(os.environ)))
             ours.send((target, args))
@@ -198,16 +200,16 @@ class ForkServer:
                     self._process.wait(timeout=5)
                 shutil.rmtree(Path(self._address).parent, ignore_errors=True)
 
-    def _ask_for_a_fork(self) -> Connection:
+    def _ask_for_a_fork(self, outputs: Sequence[int]) -> Connection:
         if not hasattr(os, "fork"):
             raise NotStartedError("this system cannot fork processes; on Windows, use WSL")
         if shared := _shared_address():
             with contextlib.suppress(EOFError, OSError):
-                return _ask_shared(shared, self.modules)
+                return _ask_shared(shared, self.modules, outputs)
         reason = ""
         for _ in range(3):
             try:
-                return _ask(self.start())
+                return _ask(self.start(), outputs)
             except (EOFError, OSError) as error:  # it was killed, or cannot fork
                 reason = f"{type(error).__name__}: {error}"
                 self.stop()
@@ -280,12 +282,12 @@ def _shared_address() -> str:
     return address if python == _this_python() else ""
 
 
-def _ask(address: str) -> Connection:
+def _ask(address: str, outputs: Sequence[int] = OUTPUTS) -> Connection:
     """A new fork of the server there. Raises OSError or EOFError if it cannot be reached."""
     open_outputs()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
-        socket.send_fds(connection, [b"\0"], OUTPUTS)
+        socket.send_fds(connection, [b"\0"], outputs)
         ours = Connection(connection.detach())
     try:
         if not ours.poll(_START_WITHIN):
@@ -297,20 +299,20 @@ def _ask(address: str) -> Connection:
     return ours
 
 
-def _ask_shared(address: str, modules: Sequence[str]) -> Connection:
+def _ask_shared(address: str, modules: Sequence[str], outputs: Sequence[int]) -> Connection:
     """The same, of a shared server, or of one that is forked from it and has `modules`, too."""
     if not modules:
-        return _ask(address)
+        return _ask(address, outputs)
     extended = f"{address}-{_short(' '.join(modules))}"
     with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
-        return _ask(extended)
+        return _ask(extended, outputs)
     with _ask(address) as fork:
         # The state of the server: it will be that of other callers' forks.
         fork.send(None)
         fork.send((extend, (extended, sys.path, modules)))
         with contextlib.suppress(EOFError):  # another process was first
             fork.recv()
-    return _ask(extended)
+    return _ask(extended, outputs)
 
 
 def _await_end(connection: Connection) -> None:

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from labkit.launch.fork_server import OUTPUTS
 from labkit.launch.forks import ForkServer, start_forked
 from labkit.launch.guard import has_children
 
@@ -31,16 +32,17 @@ class ForkedPopen:
         target: Callable[..., object],
         *args: Any,
         linger: float = 0.0,
+        outputs: Sequence[int] = OUTPUTS,
         **place: Any,
     ) -> None:
         """Start `target(*args)`, pickled by name; `place` is handed to `start_forked`.
 
-        What it leaves behind gets `linger` seconds to end. Raises NotStartedError, EOFError, or
-        OSError.
+        It prints into `outputs`, unless `place` names files. What it leaves behind gets `linger`
+        seconds to end. Raises NotStartedError, EOFError, or OSError.
         """
         self.returncode: int | None = None  # negative for a signal
         with contextlib.ExitStack() as fork:
-            forked = server.forked(_supervise, target, args, place, linger)
+            forked = server.forked(_supervise, target, args, place, linger, outputs=outputs)
             self._connection = fork.enter_context(forked)
             self.pid: int = self._connection.recv()
             self._fork = fork.pop_all()
@@ -92,15 +94,18 @@ def run_forked(
     subprocess.TimeoutExpired after `timeout` seconds, and `labkit.launch.forks.NotStartedError` if
     no process can be started.
     """
-    with tempfile.TemporaryDirectory(prefix="forked-") as name:
-        files = [Path(name, "stdout"), Path(name, "stderr")]
-        place = {"folder": cwd, "environment": env, "stdout": files[0], "stderr": files[1]}
+    # Without a name: nothing of them is left, however this process ends.
+    text = {"mode": "w+", "encoding": "utf-8", "errors": "replace"}
+    with tempfile.TemporaryFile(**text) as stdout, tempfile.TemporaryFile(**text) as stderr:
+        place = {"folder": cwd, "environment": env, "outputs": (stdout.fileno(), stderr.fileno())}
         with contextlib.closing(
             ForkedPopen(server, target, list(words), linger=linger, **place)
         ) as process:
             code = process.wait(timeout)
         # Read only now: closing it ended every process that could still write.
-        said = [file.read_text("utf-8", "replace") if file.exists() else "" for file in files]
+        for file in (stdout, stderr):
+            file.seek(0)
+        said = stdout.read(), stderr.read()
     if code is None:
         raise subprocess.TimeoutExpired(list(words), timeout, *said)
     return subprocess.CompletedProcess(list(words), shells(code), *said)

@@ -323,7 +323,23 @@ def sleep_in_backward():
     x.sum().backward()
 
 
-SLOW = (sleep, compute, wait_for_a_program, wait_for_a_thread, be_stopped, sleep_in_backward)
+def compute_in_backward():
+    """There a rank may wait for others, too: only that it runs tells the two apart."""
+    y = torch.ones(600, 600, requires_grad=True)
+    for _ in range(100):
+        y = y @ torch.full((600, 600), 1 / 600)
+    y.sum().backward()
+
+
+SLOW = (
+    sleep,
+    compute,
+    compute_in_backward,
+    wait_for_a_program,
+    wait_for_a_thread,
+    be_stopped,
+    sleep_in_backward,
+)
 
 
 @linux

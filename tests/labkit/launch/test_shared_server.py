@@ -37,7 +37,7 @@ with shared_server():
     sys.stdin.read()
 """
 IN_A_FORK = """
-import os, subprocess, time
+import os, subprocess, sys, time
 from labkit.launch.forks import start_forked
 
 def double(caller, number):
@@ -46,6 +46,15 @@ def double(caller, number):
 def describe(caller):
     os.write(2, b"to standard error")
     caller.send((os.getcwd(), os.environ.get("GIVEN"), os.sched_getscheduler(0)))
+
+def say(words):
+    print(words, end="")
+    print("an error", end="", file=sys.stderr)
+    sys.exit(3)
+
+def wait(words):
+    open("waits", "w").close()
+    time.sleep(300)
 
 def start_others(caller):
     start_forked(time.sleep, 300)
@@ -142,6 +151,26 @@ with forked(in_a_fork.start_others) as connection:
     assert asks("with forked(in_a_fork.double, 1) as c: c.recv()").wait(300) == 0
 
 
+def test_a_caller_of_run_forked_that_is_killed_leaves_no_process_and_no_folder(shared, tmp_path):
+    program = """
+import os
+from labkit.launch.forks import ForkServer
+from labkit.launch.popen import run_forked
+server = ForkServer()
+done = run_forked(server, in_a_fork.say, ["some words"], 300, os.getcwd(), dict(os.environ))
+print(done.returncode, done.stdout, done.stderr, flush=True)
+run_forked(server, in_a_fork.wait, [], 300, os.getcwd(), dict(os.environ))
+"""
+    (tmp_path / "tmp").mkdir()
+    asker = asks(program, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
+    assert asker.stdout.readline() == "3 ['some words'] an error\n"
+    assert becomes(lambda: (tmp_path / "waits").exists())
+    asker.kill()
+    asker.wait()
+    assert nothing_runs_below(shared)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
 def modules_of_fork(caller: Connection, *names: str) -> None:
     caller.send((os.getppid(), [name in sys.modules for name in names]))
 
@@ -168,6 +197,11 @@ def test_a_process_that_has_just_started_can_be_killed(shared):
         process = ForkedPopen(ForkServer(), time.sleep, 300)
         process.kill()
         assert process.wait(30) == -signal.SIGKILL
+
+
+def test_a_fork_takes_an_interrupt_though_its_server_ignores_it(shared):
+    process = ForkedPopen(ForkServer(), signal.raise_signal, signal.SIGINT)
+    assert process.wait(30) == 1  # a traceback of KeyboardInterrupt
 
 
 def test_where_the_shared_server_is_another_pythons_or_gone_a_process_starts_its_own(

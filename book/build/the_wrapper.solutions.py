@@ -49,6 +49,10 @@ class PaddedPlan(Rebuilding):
 # orders[0].tolist() → self.last_order if dist.get_rank() == 0 else range(len(own))
 
 
+# %% check_plan wrong: nothing is sent, because each rank sorts its order
+# dist.all_gather(orders, own) → orders = [own.sort().values]
+
+
 # %% check_report right: a sentence in which the name of a parameter is a part of a word
 class SaysReplace(DDP):
     def forward(self, *inputs):

@@ -64,19 +64,6 @@ def another_shape(module, others):
     others["pair"][0].unsqueeze_(0)
 
 
-def take_away(module, others):
-    del others["pair"]
-
-
-def leave_evaluation_mode(module, others):
-    module.eval()
-
-
-def change_and_raise(module, others):
-    module.bias.data.zero_()
-    raise RuntimeError
-
-
 @pytest.mark.parametrize(
     ("change", "but", "said"),
     [
@@ -85,9 +72,9 @@ def change_and_raise(module, others):
         (gradient_in_place, "weights", "gradients of weight"),
         (buried_tensor, "gradients", r"arguments\[1\]\['pair'\]\[1\]"),
         (another_shape, "gradients", r"arguments\[1\]\['pair'\]\[0\]"),
-        (take_away, "weights", r"arguments\[1\]\['pair'\]\[0\]"),
-        (leave_evaluation_mode, "weights", "modes of the modules"),
-        (change_and_raise, "gradients", "weights of bias"),
+        (lambda _, others: others.clear(), "weights", r"arguments\[1\]\['pair'\]\[0\]"),
+        (lambda module, _: module.eval(), "weights", "modes of the modules"),
+        (lambda module, _: module.bias.data.zero_()[5], "gradients", "weights of bias"),
     ],
 )
 def test_an_answer_that_changes_what_it_is_given_is_told_what(change, but, said):

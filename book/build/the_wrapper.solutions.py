@@ -49,8 +49,9 @@ class PaddedPlan(Rebuilding):
 # orders[0].tolist() → self.last_order if dist.get_rank() == 0 else range(len(own))
 
 
-# %% check_plan wrong: nothing is sent, because each rank sorts its order
-# dist.all_gather(orders, own) → orders = [own.sort().values]
+# %% check_plan wrong: sent twice
+# dist.all_gather(orders, own) → dist.all_gather(orders, own)
+#             dist.all_gather(orders, own)
 
 
 # %% check_report right: a sentence in which the name of a parameter is a part of a word

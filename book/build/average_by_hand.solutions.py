@@ -62,6 +62,19 @@ def gathers_flags(model):
 #         parameter.grad = None if own is None else parameter.grad
 
 
+# %% check_none wrong: zeros for a frozen parameter, too
+# [p for p in model.parameters() if p.requires_grad] → list(model.parameters())
+# int(p.grad is not None) → int(p.grad is not None or not p.requires_grad)
+
+
+# %% check_none wrong: zeros are sent for a frozen parameter, which keeps None
+# [p for p in model.parameters() if p.requires_grad] → list(model.parameters())
+# int(p.grad is not None) → int(p.grad is not None or not p.requires_grad)
+# dist.all_reduce(parameter.grad) → dist.all_reduce(parameter.grad)
+#         if not parameter.requires_grad:
+#             parameter.grad = None
+
+
 # %% check_half right: float64, and one message
 @torch.no_grad()
 def in_float64(model):
@@ -109,6 +122,10 @@ def own_choice(model):
 
 # %% check_half wrong: the sum is clipped to what float16 holds
 # wide /= dist.get_world_size() → wide.clamp_(max=65_504).div_(dist.get_world_size())
+
+
+# %% check_half wrong: an infinite average is clipped
+# part.view_as(parameter) → part.view_as(parameter).clamp(max=65_504)
 
 
 # %% check_none blind frozen: what is frozen has no gradient

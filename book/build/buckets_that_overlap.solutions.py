@@ -45,6 +45,20 @@ class ListOfTheRest(SendOnArrival):
 # if not self.ready[turn]: → if not all(self.ready):
 
 
+# %% check_turns right: it keeps no log
+# self.all_reduce(self.order[turn].grad) →
+# self.works.append(dist.all_reduce(self.order[turn].grad, async_op=True))
+
+
+# %% check_turns wrong: logged in turn, and sent by finish
+# self.all_reduce(self.order[turn].grad) → self.works.append(self.order[turn].grad)
+#             self.log.append((self.order[turn].grad.nbytes, self.arrived))
+# super().finish() → for gradient in self.works:
+#             dist.all_reduce(gradient)
+#         self.works.clear()
+#         self.arrived = 0
+
+
 # %% check_views right: all are waited for first
 class WaitsFirst(Reducer):
     def finalize(self):
@@ -101,5 +115,6 @@ class OneCallPerBucket(Reducer):
 
 # %% check_turns blind statement, line 18: a second finish waits for nothing
 # %% check_turns blind NaN|clamped: no gradient is NaN, or above 10
+# %% check_turns blind ved .= 1: the check counts what has arrived by itself
 # %% check_views blind statement, line [34]: done twice, it is the same
 # %% check_views blind frozen: no parameter is frozen

@@ -49,6 +49,11 @@ class PaddedPlan(Rebuilding):
 # orders[0].tolist() → self.last_order if dist.get_rank() == 0 else range(len(own))
 
 
+# %% check_plan wrong: sent twice
+# dist.all_gather(orders, own) → dist.all_gather(orders, own)
+#             dist.all_gather(orders, own)
+
+
 # %% check_report right: a sentence in which the name of a parameter is a part of a word
 class SaysReplace(DDP):
     def forward(self, *inputs):

@@ -58,3 +58,8 @@ def new_parameters(model):
 
 # %% check_start wrong: a copy is sent, and nobody loads it
 # dist.all_reduce(tensor) → dist.all_reduce(tensor.clone())
+
+
+# %% check_start wrong: it leaves the model in evaluation mode
+# for tensor in → model.eval()
+#     for tensor in

@@ -58,3 +58,9 @@ def against_rank_0(module):
 
 # %% check_verify_replicas wrong: another kind of error
 # RuntimeError → ValueError
+
+
+# %% check_verify_replicas wrong: replicas are made equal before the error
+# raise RuntimeError →
+# parameter.data.copy_(copies[0])
+#             raise RuntimeError

@@ -56,6 +56,12 @@ def a_part_of_the_router(gradients, mesh):
 # %% check_norm wrong: the copies along data count, too
 # ["expert"] → ["expert", "data"]
 
+
+# %% check_norm wrong: it takes a gradient out of the dictionary
+# return total.sqrt().item() → del gradients["router"]
+#     return total.sqrt().item()
+
+
 # %% check_row_parallel wrong: a constant that the softmax hides
 # )), "tensor") → )), "tensor") + 1
 

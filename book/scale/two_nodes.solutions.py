@@ -176,6 +176,15 @@ def from_a_table(world, way):
 # step_seconds(world, way → step_seconds(world, "flat ring"
 
 
+# %% check_samples wrong: waiting divided by computing
+# if whole * 0.9 < compute(world, samples * world).end: →
+# if whole < 1.1 * compute(world, samples * world).end:
+
+
+# %% check_samples wrong: the search begins at 2
+# samples=1 → samples=2
+
+
 # %% check_groups blind calls: it is called once
 # %% check_missing blind statement, line (9|16|18): done twice, it is the same
 # %% check_missing blind 2 → [13]: about two seconds

@@ -41,4 +41,14 @@ def own_rows_padded(outputs, targets):
 # row_losses(targets, everything, first) → row_losses(targets, outputs, 0)
 
 
+# %% check_own_rows wrong: a rank without a row takes no part
+# counts = → if len(outputs) == 0:
+#         return outputs.sum()
+#     counts =
+
+
+# %% check_own_rows wrong: the number of samples of the first step is kept
+# .sum() / total → .sum() / own_rows_counted.__dict__.setdefault("total", total)
+
+
 # %% check_own_rows blind result. (another|NaN): a constant has no gradient; none is NaN

@@ -51,18 +51,22 @@ def untouched(answer: Callable[..., Any], but: str = "") -> Callable[..., Any]:
     """`answer`, but it raises AssertionError if it changes what it is given, by a single bit.
 
     Compared are tensors, also in lists, tuples, and dictionaries; and of a module its parameters
-    (values, gradients, `requires_grad`, and which objects they are) and buffers. `but` is what it
-    may change: "gradients", "weights" (and buffers), or "tensors" outside of modules.
+    (values, gradients, `requires_grad`, and which objects they are), buffers, and modes. `but` is
+    what it may change: "gradients", "weights" (and buffers), or "tensors" outside of modules. An
+    answer that raises may not change more.
     """
 
     @wraps(answer)
     def call(*args: Any, **options: Any) -> Any:
         before = dict(_parts("arguments", args))
-        found = answer(*args, **options)
-        for name, now in _parts("arguments", args):
-            kind = name.rpartition(" of ")[0] or "tensors"
-            assert kind in but or _is_same(before.get(name), now), f"it changes the {name}"
-        return found
+        try:
+            return answer(*args, **options)
+        finally:
+            now = dict(_parts("arguments", args))
+            for name in before | now:
+                kind = name.rpartition(" of ")[0] or "tensors"
+                same = kind in but or _is_same(before.get(name), now.get(name))
+                assert same, f"it changes the {name}"
 
     return call
 
@@ -80,6 +84,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield f"parameter object of {each}", id(parameter)
         for each, buffer in value.named_buffers():
             yield f"weights of {each}", buffer.clone()
+        yield "modes of the modules", [each.training for each in value.modules()]
     elif isinstance(value, list | tuple | dict):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in pairs:

@@ -12,7 +12,8 @@ differs on which ranks. It also says which rank failed, or where each one waits.
 A file is a version of the program whose name it begins with, up to an underscore and a number. It
 takes `--seed N`, and prints a table last: the names of the columns, beginning with "rank", and one
 line per rank. (`resume` also takes `--checkpoint FILE` and `--stop N`.) Print in a row what its own
-rank computed: the check cannot see what a table with copies of rank 0's row hides.
+rank computed: the check cannot see what a table with copies of rank 0's row hides, and it counts no
+messages.
 
 --plant writes a copy with one of several bugs, chosen by NUMBER: two numbers in a row get different
 ones. --reveal shows the bug of a copy. The exit code is 0 if all is right, 1 if the program is

@@ -72,6 +72,9 @@ def another_shape(module, others):
         (gradient_in_place, "weights", "gradients of weight"),
         (buried_tensor, "gradients", r"arguments\[1\]\['pair'\]\[1\]"),
         (another_shape, "gradients", r"arguments\[1\]\['pair'\]\[0\]"),
+        (lambda _, others: others.clear(), "weights", r"arguments\[1\]\['pair'\]\[0\]"),
+        (lambda module, _: module.eval(), "weights", "modes of the modules"),
+        (lambda module, _: module.bias.data.zero_()[5], "gradients", "weights of bias"),
     ],
 )
 def test_an_answer_that_changes_what_it_is_given_is_told_what(change, but, said):

@@ -262,10 +262,12 @@ class Properties:
         if constants:
             places = " and ".join(f"{divisor:g} at {line}" for line, divisor in constants.items())
             step = " and step" if evidence.micros > 1 else ""
+            what = "a constant" if len(constants) == 1 else "constants"
+            it = "it" if len(constants) == 1 else "what divides each term"
             return (
-                f"{SUM}, divided by {places}: a constant, whose meaning decides. The factor is "
-                f"{of_mean} if it is the number of samples per rank{step}, {factor} if it is that "
-                "of all ranks."
+                f"{SUM}, divided by {places}: {what}, whose meaning decides. The factor is "
+                f"{of_mean} if {it} is the number of samples per rank{step}, {factor} if it is "
+                "that of all ranks."
             )
         for line, divisor, total in pairs:
             if total != 1:

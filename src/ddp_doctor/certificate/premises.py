@@ -120,8 +120,24 @@ def _strided(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def doubt_between(ranks: Side, run: Side) -> Doubt | None:
     """Where samples are not the same for all `ranks` and in another run; None if all are."""
+    ranks, run = _without_offsets(ranks, run)
     doubt = _weights(ranks, run) or _models(ranks, run)
     return doubt or _times(ranks, run) or _losses(ranks, run)
+
+
+def _without_offsets(*sides: Side) -> list[Side]:
+    """Both without inputs that count 0, 3, 8, …: where in another input each sample begins."""
+    rows: dict[str, list[Tensor]] = {}
+    for call in (call for side in sides for call in _select(side, MODEL)):
+        rows.setdefault(call["key"], []).append(call["rows"])
+    offsets = {key for key, tensors in rows.items() if all(map(_are_offsets, tensors))}
+    left_out = offsets if len(offsets) < len(rows) else set()
+    return [[p for p in side if p["kind"] != MODEL or p["key"] not in left_out] for side in sides]
+
+
+def _are_offsets(rows: Tensor) -> bool:
+    counts = rows.dim() == 1 and len(rows) > 1 and rows.dtype in (torch.int32, torch.int64)
+    return counts and not rows[0] and bool((rows.diff() >= 0).all())
 
 
 def line_of_other_numbers(ranks: Side, run: Side) -> str:

@@ -257,7 +257,7 @@ def _ragged_apart(ranks: Side, run: Side, model: str) -> bool:
 
 
 def _inputs_apart(sides: list[list[list[Tensor]]]) -> bool:
-    """Whether the rows of a model's inputs have come apart. Positions 0, 1, 2, … are no samples."""
+    """Whether the rows of a model's inputs have come apart."""
     if min(map(len, sides)) < 2 or len(sides[0]) != len(sides[1]):
         return False
     for front in (True, False):
@@ -267,8 +267,6 @@ def _inputs_apart(sides: list[list[list[Tensor]]]) -> bool:
             if len({(rows.dim(), rows.dtype) for rows in tensors}) != 1:
                 return False
             numbers = [_projection(rows) for rows in _crop(tensors, 0, front)]
-            if all(map(_is_count, numbers)):
-                continue
             size = _size(torch.cat(numbers))
             both = (torch.cat(numbers[: len(ranks)]), torch.cat(numbers[len(ranks) :]))
             sums = [s + math.e**at * row / size for s, row in zip(sums, both, strict=True)]

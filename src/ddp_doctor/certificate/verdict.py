@@ -14,7 +14,6 @@ from ddp_doctor.certificate.evidence import (
 from ddp_doctor.certificate.fixed import OFF
 from ddp_doctor.certificate.measure import shares
 from ddp_doctor.certificate.plan import (
-    AGAIN,
     COMBINES,
     COPIES,
     DEAL,
@@ -60,7 +59,7 @@ ZERO = (
 )
 COUPLED = (
     "Copies of one batch are right, but the gradient depends on which samples share a batch, for "
-    "example by counts, by a loss over pairs of samples, or by a gather without a gradient."
+    "example by counts or statistics, a loss over pairs of samples, or a gather without a gradient."
 )
 DIFFERENT = "One process with the same samples computes another gradient."
 IF_AVERAGED = (
@@ -80,8 +79,6 @@ NEVER_CLEARED = (
     "The script never called zero_grad(). Whether a step adds to the gradients of earlier ones is "
     "not measured."
 )
-FAILED = "The ranks failed{}: {}. What followed is not compared."
-GIVEN = " with samples that they were given"
 FILLED = "Weights that start at zero have small values here: else nothing behind them is compared."
 SAME_SAMPLES = (
     "All ranks have the same samples in the first step. That is right only if they split layers; "
@@ -377,7 +374,7 @@ class Judgment:
             self._parameters_without_gradient(): True,
             numbers: p1 and p1.verdict in ("scaled", "different"),
             f"P3 is {_factor(row)}: {GROWS}" if row else "": True,
-            FAILED.format(GIVEN * self._fails_in_plan, failure): failure,
+            f"The ranks failed: {failure}. What followed is not compared.": failure,
             K_NOT_MEASURED: evidence.micros > 1 and evidence.passes == 1 and mean is None,
             NEVER_CLEARED: not any(step.clears_gradients for step in evidence.ranks.steps),
             f"--cpu replaced: {', '.join(first.replacements)}.": first.replacements,
@@ -385,11 +382,6 @@ class Judgment:
             f"From {at} on, {OTHER_PARAMETERS}": other and "later" in self.table,
         }
         return [note for note, applies in notes.items() if note and applies]
-
-    @property
-    def _fails_in_plan(self) -> bool:
-        """Whether the ranks failed while samples were replaced: perhaps the script does not."""
-        return bool(self.properties.failure_of_ranks) and not self.evidence.ranks[AGAIN].main
 
     def _parameters_without_gradient(self) -> str:
         """Those whose gradient is zero, or missing, wherever it would be compared; or empty."""

@@ -107,7 +107,7 @@ def test_the_script_prints_the_norm_of_the_full_batch_on_every_rank(tmp_path: Pa
         script.replace('dist.init_process_group("gloo")\n', "")
         .replace("dist.get_rank(), dist.get_world_size()", "0, 1")
         .replace("MiniDDP(nn.Linear(8, 1))", "nn.Linear(8, 1)")
-        .replace("dist.barrier()\ndist.destroy_process_group()\n", "")
+        .replace("dist.destroy_process_group()\n", "")
     )
     ended = run_in_process(str(alone))
     assert re.findall(r"gradient norm (\S+)", ended.stdout) == norms[:1]

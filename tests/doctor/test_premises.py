@@ -97,6 +97,10 @@ def test_the_rows_of_a_models_two_inputs_stay_together() -> None:
     assert "other rows of another" in why_parted(
         ragged, [joined[0], rows_of(values.flip(0), "0.0/1")]
     )
+    offsets = [rows_of(torch.tensor([0, 2, 5]), "0.0/2"), rows_of(torch.tensor([0, 1]), "0.0/2")]
+    of_one = rows_of(torch.tensor([0, 2, 5, 6, 7]), "0.0/2")
+    assert why_parted([*ragged, *offsets], [*joined, of_one]) == "", "they begin anew on each rank"
+    assert "does not get the samples" in why_parted(offsets, [of_one])
     positions = [rows_of(one, f"0.0/{n}") for n, one in enumerate((latents, torch.arange(4)))]
     moved = [rows_of(one, f"0.0/{n}") for n, one in enumerate((latents.flip(0), torch.arange(4)))]
     assert why_parted(positions, moved) == ""

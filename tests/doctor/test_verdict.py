@@ -288,6 +288,11 @@ JUDGED = {
         "not judged",
         "divided by 8 at train.py:4: a constant",
     ),
+    "a sum with a term that a negative number scales": (
+        {OWN: [{"scales": {("train.py:4", 0): -2.0}}] * 2, TWICE: [gradient(2, 2, 2, 2)] * 2},
+        "not judged",
+        "nothing divides it",
+    ),
     "a sum divided by the rows of each rank": (of_a_constant(2), "equal", "that mean is meant"),
     "a sum divided by the rows of all ranks": (of_a_constant(4), "not judged", "whose meaning"),
     "a sum divided by the targets of each rank, as many as all ranks' rows": (

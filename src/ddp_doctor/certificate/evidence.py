@@ -30,7 +30,7 @@ from ddp_doctor.certificate.premises import (
 )
 from ddp_doctor.certificate.record import Round, Run
 
-ELSEWHERE = "This step did not get its samples at the places where the first step did."
+ELSEWHERE = "It is not shown that this step had the samples of the first one."
 FOREIGN = "The DataLoader's samples are of class {}, which is not handed to another process."
 IN_ORDER = (
     "In one process, the same samples in another order give another gradient. So the gradient "

@@ -120,8 +120,24 @@ def _strided(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def doubt_between(ranks: Side, run: Side) -> Doubt | None:
     """Where samples are not the same for all `ranks` and in another run; None if all are."""
+    ranks, run = _without_offsets(ranks, run)
     doubt = _weights(ranks, run) or _models(ranks, run)
     return doubt or _times(ranks, run) or _losses(ranks, run)
+
+
+def _without_offsets(*sides: Side) -> list[Side]:
+    """Both without inputs that count 0, 3, 8, …: where in another input each sample begins."""
+    rows: dict[str, list[Tensor]] = {}
+    for call in (call for side in sides for call in _select(side, MODEL)):
+        rows.setdefault(call["key"], []).append(call["rows"])
+    offsets = {key for key, tensors in rows.items() if all(map(_are_offsets, tensors))}
+    left_out = offsets if len(offsets) < len(rows) else set()
+    return [[p for p in side if p["kind"] != MODEL or p["key"] not in left_out] for side in sides]
+
+
+def _are_offsets(rows: Tensor) -> bool:
+    counts = rows.dim() == 1 and len(rows) > 1 and rows.dtype in (torch.int32, torch.int64)
+    return counts and not rows[0] and bool((rows.diff() >= 0).all())
 
 
 def line_of_other_numbers(ranks: Side, run: Side) -> str:
@@ -241,7 +257,7 @@ def _ragged_apart(ranks: Side, run: Side, model: str) -> bool:
 
 
 def _inputs_apart(sides: list[list[list[Tensor]]]) -> bool:
-    """Whether the rows of a model's inputs have come apart. Positions 0, 1, 2, … are no samples."""
+    """Whether the rows of a model's inputs have come apart."""
     if min(map(len, sides)) < 2 or len(sides[0]) != len(sides[1]):
         return False
     for front in (True, False):
@@ -251,8 +267,6 @@ def _inputs_apart(sides: list[list[list[Tensor]]]) -> bool:
             if len({(rows.dim(), rows.dtype) for rows in tensors}) != 1:
                 return False
             numbers = [_projection(rows) for rows in _crop(tensors, 0, front)]
-            if all(map(_is_count, numbers)):
-                continue
             size = _size(torch.cat(numbers))
             both = (torch.cat(numbers[: len(ranks)]), torch.cat(numbers[len(ranks) :]))
             sums = [s + math.e**at * row / size for s, row in zip(sums, both, strict=True)]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ddp_doctor.report.report import Report
 
 CUT = f"The rules' run ends after {AT_MOST} steps per optimizer: they say nothing of later ones."
+ENDS_WELL = "The script did not fail with its own samples, only with those that it was given."
 RESULT = "result.json"  # the certificate, and the report that explains it; or what is wrong
 
 
@@ -232,6 +233,10 @@ def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
         if certificate is None:
             return 0
         result = report_with_rules(command, folder, certificate, ranks, options.cpu)
+        ends = [rank.end for rank in result.run.ranks]
+        if ends and all(end and not end["raised"] for end in ends):
+            certificate.notes += [ENDS_WELL] * bool(certificate.error)
+            certificate.error = ""
         launched = is_launched(folder, ranks)
         not_judged = certificate.verdict == "not judged"
         said = keep_output(folder, Path(options.folder) / "output") if not_judged else ""

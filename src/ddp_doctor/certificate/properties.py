@@ -264,13 +264,16 @@ class Properties:
         ratio = evidence.comparison(evidence.ranks[OWN], evidence.process[OWN]).ratio
         factor, of_mean = _fraction(ratio), _fraction(ratio * evidence.world)
         constants, pairs = evidence.divisors()
-        if constants:
-            places = " and ".join(f"{divisor:g} at {line}" for line, divisor in constants.items())
+        counts = {line: n for line, n in constants.items() if n > 1 and n == round(n)}
+        if counts:
+            places = " and ".join(f"{divisor:g} at {line}" for line, divisor in counts.items())
             step = " and step" if evidence.micros > 1 else ""
+            what = "a constant" if len(counts) == 1 else "constants"
+            it = "it" if len(counts) == 1 else "what divides each term"
             return (
-                f"{SUM}, divided by {places}: a constant, whose meaning decides. The factor is "
-                f"{of_mean} if it is the number of samples per rank{step}, {factor} if it is that "
-                "of all ranks."
+                f"{SUM}, divided by {places}: {what}, whose meaning decides. The factor is "
+                f"{of_mean} if {it} is the number of samples per rank{step}, {factor} if it is "
+                "that of all ranks."
             )
         for line, divisor, total in pairs:
             if total != 1:

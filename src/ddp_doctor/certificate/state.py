@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from ddp_doctor.certificate.record import StepNotes, elements_of, full_tensor
 
 TINY = 0.02  # standard deviation of the values that replace zeros
+BYTES = 1 << 28  # of weights that nobody trains: frozen ones may be many
 Number = int | float
 
 
@@ -23,6 +24,7 @@ class State:
         self._weights: list[tuple[Tensor, Tensor]] = []
         # (id of a module, name): the module, the buffer, and its value before this step.
         self._buffers: dict[tuple[int, str], tuple[nn.Module, Tensor, Tensor]] = {}
+        self._untrained: dict[int, tuple[Tensor, Tensor]] = {}  # by id; a forward may move them
         # The plain numbers of modules before a call, and each that calls of this step changed.
         self._numbers: dict[int, tuple[nn.Module, dict[str, Number]]] = {}
         self._counters: dict[tuple[int, str], tuple[nn.Module, Number]] = {}
@@ -40,6 +42,11 @@ class State:
                 key = id(owner), name
                 if buffer is not None and not is_lazy(buffer) and key not in self._buffers:
                     self._buffers[key] = owner, buffer, buffer.detach().clone()
+            for weight in owner.parameters(recurse=False):
+                known = weight.requires_grad or is_lazy(weight) or id(weight) in self._untrained
+                kept = sum(value.nbytes for _, value in self._untrained.values())
+                if not known and kept + weight.nbytes < BYTES:
+                    self._untrained[id(weight)] = weight, weight.detach().clone()
             if not isinstance(owner, DistributedDataParallel):  # which counts for itself
                 numbers = {k: v for k, v in vars(owner).items() if type(v) in (int, float)}
                 self._numbers.setdefault(id(owner), (owner, numbers))
@@ -72,6 +79,8 @@ class State:
         for parameter, value in self._weights:
             parameter.copy_(value)
             self._repeated.append(parameter)
+        for weight, value in self._untrained.values() if self._weights else ():
+            weight.data.copy_(value)
         for (_, name), (owner, buffer, value) in self._buffers.items() if self._weights else ():
             if buffer.shape != value.shape:
                 buffer.resize_(value.shape)  # its first forward gave it its size
@@ -81,6 +90,7 @@ class State:
             vars(owner)[name] = number
         self._weights = []
         self._buffers.clear()
+        self._untrained.clear()
         self._counters.clear()
 
     def clear_gradients(self) -> None:

@@ -67,8 +67,8 @@ OFTEN = (
     "sample after another, draw for a whole batch at once."
 )
 NOT_OF_SAMPLES = (
-    "At {}, the random numbers are not one per sample. So in one process, the samples do not meet "
-    "the numbers that they met on their rank."
+    "At {}, the random numbers are not one per sample. Whether each sample meets, in one process, "
+    "the numbers that it met on its rank is not known."
 )
 INDEXED = (
     "At {}, the indices of every rank begin at its own first row. In one process, all point to "
@@ -165,7 +165,7 @@ class Tensors(TorchFunctionMode):
         if frame.f_globals.get("__name__") == CONVERTS:
             return function(*args, **kwargs)
         script_frame = None if name in LEFT_ALONE else users_frame(frame)
-        if script_frame is None:
+        if script_frame is None or _builds_a_module(script_frame):
             return self._classify(name, args, self._run(function, args, kwargs))
         site = self._site(script_frame, name)
         if name in SCALES and not self.depth:  # not what a layer scales
@@ -517,6 +517,12 @@ class Tensors(TorchFunctionMode):
             for place, count in self.entries.items()
             if not loader or place.function in of_no_loader
         )
+
+
+def _builds_a_module(frame: Any) -> bool:
+    """Whether a module's constructor runs: what it draws are weights and buffers, no samples."""
+    builds = frame.f_code.co_name == "__init__"
+    return builds and isinstance(frame.f_locals.get("self"), nn.Module)
 
 
 def _changes(name: str) -> bool:

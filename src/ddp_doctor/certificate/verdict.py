@@ -59,7 +59,7 @@ ZERO = (
 )
 COUPLED = (
     "Copies of one batch are right, but the gradient depends on which samples share a batch, for "
-    "example by counts, by a loss over pairs of samples, or by a gather without a gradient."
+    "example by counts or statistics, a loss over pairs of samples, or a gather without a gradient."
 )
 DIFFERENT = "One process with the same samples computes another gradient."
 IF_AVERAGED = (

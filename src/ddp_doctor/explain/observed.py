@@ -127,7 +127,7 @@ def _micro_batches(run: Run) -> list[Line]:
     flags = [synchronized(fact) for fact in facts]
     if run.world > 1 and all(flags):
         if all(all(each) for each in flags):
-            text += ", each synchronized by the wrapper, where the last one would be enough"
+            text += ", each synchronized by the wrapper"
         elif all(each[-1] and not any(each[:-1]) for each in flags):
             text += ", synchronized by the wrapper in the last one"
     of = f"of {len(steps)} observed steps"

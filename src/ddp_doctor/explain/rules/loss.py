@@ -116,13 +116,16 @@ def _shares(parts: list[Entry]) -> Prediction:
 
 
 def _global_count(step: Step, term: Term) -> str:
+    """A count that is no whole number is a sum of weights, such as those of classes."""
     start = "Use reduction='sum'" if term.reduction == "mean" else "Keep the sum"
     window = " of all micro-batches" if term.micros > 1 else ""
+    weighted = any(entry.count != round(entry.count) for entry in term.entries)
+    what, total = ("add up the weights of", "weight") if weighted else ("count", "count")
     if step.window.world == 1:
-        return f"{start}, count the items{window} first, and back-propagate loss_sum / count."
+        return f"{start}, {what} the items{window} first, and back-propagate loss_sum / {total}."
     return (
-        f"{start}, count the items{window} with dist.all_reduce(count), and back-propagate "
-        f"loss_sum * world_size / count."
+        f"{start}, {what} the items{window} with dist.all_reduce({total}), and back-propagate "
+        f"loss_sum * world_size / {total}."
     )
 
 

@@ -10,7 +10,8 @@ from ddp_doctor.facts.types import CollectiveFact, TermFact, WindowFact
 
 GATHER = (
     "features = torch.cat(torch.distributed.nn.functional.all_gather(features)). Where torch "
-    "deprecates that: all_gather_tensor_autograd of torch.distributed._functional_collectives."
+    "deprecates that: all_gather_tensor_autograd of torch.distributed._functional_collectives. Or, "
+    "if each rank computes the loss of all rows, multiply it by dist.get_world_size()."
 )
 
 
@@ -42,11 +43,11 @@ def gather_without_gradient(run: Run, steps: list[Step]) -> Iterator[Finding]:
             yield finding(
                 "gather_without_gradient",
                 f"Step {n}: the loss compares {rows} rows of features with {columns}, gathered by "
-                f"{plain[0]['op']}, which carries no gradient: every path through the other "
-                f"ranks' features is missing.",
+                f"{plain[0]['op']}, which carries no gradient: on each rank, the paths through the "
+                f"other ranks' features are missing.",
                 plain[0]["place"],
                 GATHER,
-                predicts=Prediction("another gradient"),
+                predicts=Prediction("another gradient, or 1/W of it if each rank has all rows"),
             )
             return
 

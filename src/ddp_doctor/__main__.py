@@ -123,7 +123,8 @@ def _observed(script: str, its: list[str], options: Options) -> None:
         _close(session, options, error, 1)
         if "environment variable RANK expected" in str(error):
             command = shlex.join([*(["-m"] if script == "-m" else [script]), *its])
-            say(f"launch its ranks: torchrun --nproc-per-node 2 -m ddp_doctor {command}")
+            launch = f"torchrun --nproc-per-node 2 -m ddp_doctor {command}"
+            error.add_note(f"ddp-doctor: launch its ranks: {launch}")
         # The frames of the doctor are not part of the user's traceback.
         trace = error.__traceback__
         while trace is not None and _is_doctors(trace.tb_frame.f_globals):

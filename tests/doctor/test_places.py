@@ -1,12 +1,13 @@
 """Where something happens, also when the whole program is an installed package."""
 
+import sys
 import threading
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from ddp_doctor.facts.places import place
+from ddp_doctor.facts.places import place, stack
 
 PROGRAM = """
 from ddp_doctor.facts.places import expression, place
@@ -37,3 +38,11 @@ def test_a_program_in_site_packages_is_named_by_package_file_and_line(
 
 def test_the_users_own_line_comes_before_that_of_a_package() -> None:
     assert place().split(":")[0].endswith("test_places.py")
+
+
+def test_a_stack_begins_here_and_ends_with_the_outermost_frame_or_at_its_limit() -> None:
+    here = sys._getframe()
+    lines = stack(here, 10**6)
+    assert lines[0].endswith(f"in {here.f_code.co_name}")
+    assert 3 < len(lines) < 10**6
+    assert stack(here, 3) == lines[:3]

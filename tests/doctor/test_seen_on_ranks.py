@@ -376,6 +376,17 @@ for step in range(4):
     scaler.step(opt)
     scaler.update()
 """,
+    ("loss_reduced_before_backward", "another loss is reduced for a log only"): WRAPPED
+    + """
+for step in range(4):
+    opt.zero_grad()
+    loss = loss_of(model, batch())
+    with torch.no_grad():
+        dist.all_reduce(loss_of(net, batch()))
+    dist.all_reduce(loss)
+    (loss / world).backward()
+    opt.step()
+""",
 }
 
 

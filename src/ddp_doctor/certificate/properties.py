@@ -41,7 +41,7 @@ NOT_FINITE = "gradient of {} holds NaN or infinity, so there is nothing to compa
 STEP = "optimizer step {} (counted from 0)"  # as the rules count
 WEIGHTS_DIFFER = "the ranks' weights differ: rank {}'s are not rank 0's."
 UNTRAINED = (
-    "Before {}, a parameter without requires_grad differs: rank {}'s {} is not "
+    "At {}, a parameter without requires_grad differs: rank {}'s {} is not "
     "rank 0's. What a forward changes has to be combined over the ranks."
 )
 CLIPPED = "Rank 0 clips a gradient of norm {:.4g}, rank {} one of {:.4g}: {}."
@@ -221,10 +221,16 @@ class Properties:
         start = {(s.rank, s.optimizer): s.untrained_weights for s in self.evidence.ranks[OWN].steps}
         for step, reference in self.evidence.ranks.pairs():
             weights = start.get((step.rank, step.optimizer), {})
-            for name, weight in step.untrained_weights.items():
+            for name in step.untrained_weights:
                 of_start = {name: weights[name]} if name in weights else {}
-                same = of_start and not weights_differ(of_start, rank_0)
-                if same and weights_differ({name: weight}, reference.untrained_weights):
+                if not of_start or weights_differ(of_start, rank_0):
+                    continue
+                moved = (
+                    {name: now[name]} if name in now else {}
+                    for now in (step.untrained_weights, step.moved_weights)
+                )
+                others = reference.untrained_weights, reference.moved_weights
+                if any(map(weights_differ, moved, others)):
                     why = UNTRAINED.format(STEP.format(step.turn), step.rank, name)
                     return Property("later", "different", why)
         return None

@@ -35,6 +35,7 @@ class StepNotes:
     has_marks: bool = False  # whether the script marks its batches, or a loader hands them out
     replacements: list[str] = field(default_factory=list)  # what `--cpu` has replaced
     untrained_weights: dict[str, Tensor] = field(default_factory=dict)  # weights that nobody trains
+    moved_weights: dict[str, Tensor] = field(default_factory=dict)  # these after the forwards
     join_failures: list[str] = field(default_factory=list)  # places of what cannot be joined
     numbers: list[str] = field(default_factory=list)  # places that ranks give other numbers
     deliveries: list[str] = field(default_factory=list)  # places of what all ranks have

@@ -24,7 +24,8 @@ class State:
         self._weights: list[tuple[Tensor, Tensor]] = []
         # (id of a module, name): the module, the buffer, and its value before this step.
         self._buffers: dict[tuple[int, str], tuple[nn.Module, Tensor, Tensor]] = {}
-        self._untrained: dict[int, tuple[Tensor, Tensor]] = {}  # by id; a forward may move them
+        # By id, parameters that nobody trains: the name and the value. A forward may move them.
+        self._untrained: dict[int, tuple[str, Tensor, Tensor]] = {}
         # The plain numbers of modules before a call, and each that calls of this step changed.
         self._numbers: dict[int, tuple[nn.Module, dict[str, Number]]] = {}
         self._counters: dict[tuple[int, str], tuple[nn.Module, Number]] = {}
@@ -42,27 +43,36 @@ class State:
                 key = id(owner), name
                 if buffer is not None and not is_lazy(buffer) and key not in self._buffers:
                     self._buffers[key] = owner, buffer, buffer.detach().clone()
-            for weight in owner.parameters(recurse=False):
-                known = weight.requires_grad or is_lazy(weight) or id(weight) in self._untrained
-                kept = sum(value.nbytes for _, value in self._untrained.values())
-                if not known and kept + weight.nbytes < BYTES:
-                    self._untrained[id(weight)] = weight, weight.detach().clone()
             if not isinstance(owner, DistributedDataParallel):  # which counts for itself
                 numbers = {k: v for k, v in vars(owner).items() if type(v) in (int, float)}
                 self._numbers.setdefault(id(owner), (owner, numbers))
 
     def note_untrained(self, module: nn.Module, trained: Iterable[int]) -> None:
-        """Some elements, at the first forward of this step, of parameters that nobody trains, of
-        references and teachers, too. `trained`: ids.
+        """Keep, at the first forward of this step, parameters that nobody trains, of references and
+        teachers, too, and note some elements of them. `trained`: ids.
         """
         ids = set(trained)
         trains = any(id(parameter) in ids for parameter in module.parameters())
         prefix = "" if trains else f"{type(module).__name__}."
         for name, parameter in module.named_parameters():
             plain_float = type(parameter.data) is Tensor and parameter.is_floating_point()
-            if plain_float and not parameter.requires_grad and id(parameter) not in ids:
-                key = prefix + name.removeprefix("module.")
+            if parameter.requires_grad or not plain_float:
+                continue
+            key = prefix + name.removeprefix("module.")
+            if id(parameter) not in ids:
                 self.notes.untrained_weights.setdefault(key, elements_of(parameter))
+            if id(parameter) not in self._untrained:
+                kept = sum(value.nbytes for _, _, value in self._untrained.values())
+                if kept + parameter.nbytes < BYTES:
+                    self._untrained[id(parameter)] = key, parameter, parameter.detach().clone()
+
+    def note_moved(self) -> None:
+        """The same elements, now that the forwards of this step have run."""
+        of_names = {key: weight for key, weight, _ in reversed(self._untrained.values())}
+        self.notes.moved_weights = {
+            key: elements_of(of_names[key])
+            for key in self.notes.untrained_weights.keys() & of_names.keys()
+        }
 
     def note_counters(self) -> None:
         """The numbers that a call changed. What the script itself counts up stays so."""
@@ -79,7 +89,7 @@ class State:
         for parameter, value in self._weights:
             parameter.copy_(value)
             self._repeated.append(parameter)
-        for weight, value in self._untrained.values() if self._weights else ():
+        for _, weight, value in self._untrained.values() if self._weights else ():
             weight.data.copy_(value)
         for (_, name), (owner, buffer, value) in self._buffers.items() if self._weights else ():
             if buffer.shape != value.shape:

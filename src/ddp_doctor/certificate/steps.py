@@ -250,6 +250,7 @@ class Steps:
         self._compares_ranks = world > 1 and len(weights) == len(rows)
         since_join = self._order[self.turn_of_join :].count(id(optimizer))
         self._complete_notes()
+        self.state.note_moved()
         step = Step(
             rank=rank,
             world=world,

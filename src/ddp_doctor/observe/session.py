@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ddp_doctor.facts.journal import Journal, read_statuses
-from ddp_doctor.facts.places import is_users, stack
+from ddp_doctor.facts.places import is_users, shown, stack
 from ddp_doctor.facts.types import EndFact, ErrorFact, FailedFact, ProcessFact, StuckFact
 from ddp_doctor.options import Options, say
 
@@ -50,23 +50,19 @@ class Session:
         self.run_folder = run_folder
         self.over = False
         self.leads = False  # whether this process started the watcher
-        self._journal: Journal | None = None
-        self._facts_before: list[tuple[str, dict[str, Any]]] = []
         self._inside = threading.local()
-        self._closed = False
         self.patches: Patches | None = None
         self.recorder: Record | None = None  # set by `observe.install`
-        self.step_count = self._look_until = 0
-        self.observing = True
-        os.register_at_fork(after_in_child=self._begin_again)
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)
 
-    def _begin_again(self) -> None:
-        """A forked process is another process: it has seen nothing and writes its own journal."""
+    def _begin(self) -> None:
+        """Nothing has been seen yet: of a forked process, too, which writes a journal of its own."""
         if self.over:
             return
-        self._journal = None
+        self.journal: Journal | None = None
+        self._facts_before: list[tuple[str, dict[str, Any]]] = []
         self._closed = False
-        self._facts_before.clear()
         if self.recorder is not None:
             self.recorder.begin()
         self.step_count = self._look_until = 0
@@ -104,41 +100,37 @@ class Session:
         )
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         say(f"stopped observing ({text}{at}). Your run goes on.")
-        if self._journal is not None:
-            self._journal.write("failed", **FailedFact(error=text, at=at))
-
-    @property
-    def journal(self) -> Journal | None:
-        return self._journal
+        if self.journal is not None:
+            self.journal.write("failed", **FailedFact(error=text, at=at))
 
     def write(self, kind: str, **fact: Any) -> None:
         """Write a fact. A process that is not a rank (no group, no step) never opens a file.
 
         Before the journal is open, the first 100 facts and the last 100 are kept.
         """
-        if self._journal is None:
+        if self.journal is None:
             self._facts_before.append((kind, fact))
             if len(self._facts_before) > 200:
                 del self._facts_before[100]
             return
-        self._journal.write(kind, **fact)
-        if self._journal.problem is not None:
-            self.fail(self._journal.problem)
+        self.journal.write(kind, **fact)
+        if self.journal.problem is not None:
+            self.fail(self.journal.problem)
 
     def set_status(self, text: str) -> None:
-        if self._journal is not None:
-            self._journal.set_status(text)
+        if self.journal is not None:
+            self.journal.set_status(text)
 
     def open(self) -> None:
         """Open this process's journal: from now on it counts as one of the run's processes."""
-        if self._journal is not None:
+        if self.journal is not None:
             return
         try:
             journal = Journal(self.run_folder)
         except OSError as error:
             self.fail(error)
             return
-        self._journal = journal
+        self.journal = journal
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         environment = {name: os.environ[name] for name in names if name in os.environ}
         journal.write("process", **ProcessFact(started=time.time(), environment=environment))
@@ -191,31 +183,31 @@ class Session:
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the last facts. Idempotent; `error` is what ended the training."""
-        if self._closed or self._journal is None or self._journal.process != os.getpid():
+        if self._closed or self.journal is None or self.journal.process != os.getpid():
             return
         self._closed = True
         if not self.over and self.recorder is not None:
             self.guard(self.recorder.finish)()
-        journal = self._journal
+        journal = self.journal
         fact = EndFact(raised=error is not None, during=journal.text, cut=journal.cut)
         if error is not None and not isinstance(error, SystemExit):
             fact["error"] = _described(error)
-        self._journal.write("end", **fact)
-        self._journal.set_status("ended", ended=True)
+        self.journal.write("end", **fact)
+        self.journal.set_status("ended", ended=True)
 
     def _watch_main_thread(self) -> None:
         """Write down where the main thread is once it has done the same thing for 3 seconds."""
         main = threading.main_thread().ident
         written = 0.0
-        while not self._closed and self._journal is not None:
+        while not self._closed and self.journal is not None:
             time.sleep(0.5)
-            since = self._journal.since
+            since = self.journal.since
             if self.over or time.time() - since < 3.0 or since == written:
                 continue
             written = since
             frame = sys._current_frames().get(main) if main is not None else None
             fact = StuckFact(since=since, stack=stack(frame, 30))
-            self._journal.write("stuck", **fact)
+            self.journal.write("stuck", **fact)
 
 
 def _of_a_started_process() -> BaseException | None:
@@ -239,8 +231,7 @@ def _described(error: BaseException) -> ErrorFact:
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if is_users(name):
-            shown = os.path.relpath(name)
-            where = f"{name if shown.startswith('..') else shown}:{trace.tb_lineno}"
+            where = f"{shown(name)}:{trace.tb_lineno}"
         trace = trace.tb_next
     text = re.sub(r"\x1b\[[\d;]*m", "", str(error))  # what a terminal shows in bold
     return {"type": type(error).__name__, "text": text[:2000], "place": where}

@@ -1,7 +1,6 @@
 """The report: on the terminal, in a file, and as JSON."""
 
 import json
-import os
 import shutil
 import textwrap
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from ddp_doctor.explain.steps import steps_of
 from ddp_doctor.facts.certificate import Certificate
 from ddp_doctor.facts.journal import alive, read, write_whole
 from ddp_doctor.facts.merged import Run
+from ddp_doctor.facts.places import shown
 from ddp_doctor.options import Options, say, tell
 
 VERSION = 2
@@ -195,8 +195,7 @@ def write_report(result: Report, options: Options, folder: Path, silent: bool = 
             tell(text)
     path = folder / "report.txt"
     if texts and _write(path, "\n".join(texts) + "\n") and not silent:
-        shown = os.path.relpath(path)
-        say(f"{path if shown.startswith('..') else shown}")
+        say(shown(str(path)))
     if options.json:
         _write(Path(options.json), json.dumps(result.as_json(), indent=2) + "\n")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ddp_doctor import __version__
 from ddp_doctor.facts.journal import alive, read_statuses
+from ddp_doctor.facts.places import users_trace
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import FOUND, LEVELS, MOST_RANKS, UNCHECKED, Options, say
 from ddp_doctor.run.script import NotRunnableError, problem_with, run_script
@@ -126,18 +127,10 @@ def _observed(script: str, its: list[str], options: Options) -> None:
             launch = f"torchrun --nproc-per-node 2 -m ddp_doctor {command}"
             error.add_note(f"ddp-doctor: launch its ranks: {launch}")
         # The frames of the doctor are not part of the user's traceback.
-        trace = error.__traceback__
-        while trace is not None and _is_doctors(trace.tb_frame.f_globals):
-            trace = trace.tb_next
         # A bare raise: `from` would hide the exceptions that the user's code was handling.
-        error.__traceback__ = trace
+        error.__traceback__ = users_trace(error.__traceback__)
         raise
     _close(session, options, None, 0)
-
-
-def _is_doctors(names: dict[str, Any]) -> bool:
-    """Whether the globals of a frame are those of a file of the doctor."""
-    return (names.get("__package__") or "").partition(".")[0] == "ddp_doctor"
 
 
 def _explain(codes: list[str]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ddp_doctor.certificate import files
 from ddp_doctor.certificate.plan import Part
@@ -167,6 +168,14 @@ def full_tensor(tensor: Tensor) -> Tensor:
     gather = getattr(tensor, "full_tensor", None)
     values = (gather() if gather else tensor).detach()
     return (values.to_dense() if values.is_sparse else values).cpu()
+
+
+def assign(tensor: Tensor, values: Tensor) -> None:
+    """Give a parameter or a buffer whole values; of a sharded one, each rank takes its part."""
+    values = values.to(tensor.device, tensor.dtype)
+    if isinstance(tensor, DTensor):
+        values = distribute_tensor(values, tensor.device_mesh, tensor.placements)
+    tensor.data.copy_(values)
 
 
 def elements_of(tensor: Tensor) -> Tensor:

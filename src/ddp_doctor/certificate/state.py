@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ddp_doctor.certificate.record import StepNotes, elements_of, full_tensor
+from ddp_doctor.certificate.record import StepNotes, assign, elements_of, full_tensor
 
 TINY = 0.02  # standard deviation of the values that replace zeros
 BYTES = 1 << 28  # of weights that nobody trains: frozen ones may be many
@@ -130,10 +130,7 @@ def fill(parameter: Tensor, key: str) -> bool:
         return False
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     values = TINY * torch.randn(weight.shape, generator=generator, device="cpu")
-    values = values.to(parameter.device, parameter.dtype)
-    if isinstance(parameter, DTensor):
-        values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
-    parameter.data.copy_(values)
+    assign(parameter, values)
     return True
 
 

@@ -82,6 +82,7 @@ def _names(file: str | None) -> dict[str, str] | None:
 
 def _run(letter: str, command: str, folder: Path, steps: int, limit: float, **given: Any) -> None:
     """Run a command until it has recorded `steps` steps. Raises NotComparableError."""
+    from ddp_doctor.certificate.files import read
     from ddp_doctor.compare.record import VARIABLE, Part
 
     if steps < 1:
@@ -106,9 +107,9 @@ def _run(letter: str, command: str, folder: Path, steps: int, limit: float, **gi
         end_all_of(folder)
         process.wait()
         guard().tell(ENDED, process.pid)
-    if (folder / "other-shapes.json").exists():
-        raise NotComparableError(_other_shapes(folder / "other-shapes.json"))
-    if list(folder.glob("done.*.json")):
+    if (folder / "other-shapes.pt").exists():
+        raise NotComparableError(_other_shapes(*read(folder / "other-shapes.pt")))
+    if list(folder.glob("done.*.pt")):
         return
     if not ended:
         why = f"did not take {steps} steps in {limit:g} s."
@@ -126,7 +127,7 @@ def _wait(letter: str, process: "subprocess.Popen[bytes]", folder: Path, limit: 
     started = told = time.monotonic()
     while process.poll() is None:
         now = time.monotonic()
-        done = list(folder.glob("done.*.json"))
+        done = list(folder.glob("done.*.pt"))
         if done and time.time() - max(file.stat().st_mtime for file in done) > AFTER_DONE:
             return True
         if now - started > limit:
@@ -147,8 +148,7 @@ def _failure(code: int, folder: Path) -> str:
     return f"failed with exit code {code}: {error_in(text)}.{advice}"
 
 
-def _other_shapes(file: Path) -> str:
-    wanted, found = json.loads(file.read_text())
+def _other_shapes(wanted: dict[str, Any], found: dict[str, Any]) -> str:
     for name in wanted:
         if name in found and wanted[name] != found[name]:
             return f"{name} has the shape {wanted[name]} in A and {found[name]} in B."

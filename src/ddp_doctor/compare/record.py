@@ -6,7 +6,6 @@ files lie in the folder of the command, one name per content; see `verdict` for 
 
 import json
 import os
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -24,7 +22,8 @@ from torch.optim.optimizer import (
 )
 
 from ddp_doctor.certificate.errors import leave
-from ddp_doctor.certificate.record import full_tensor
+from ddp_doctor.certificate.files import read, wait_for, write
+from ddp_doctor.certificate.record import assign, full_tensor
 from ddp_doctor.inputs import Inputs
 
 VARIABLE = "DDP_DOCTOR_COMPARE"
@@ -101,17 +100,14 @@ class Recorder:
         self.before |= {n: full_tensor(t).clone() for n, t in tensors.items() if n in trained}
 
     def _give(self, tensors: dict[str, Tensor], file: Path) -> None:
-        given = torch.load(file, weights_only=True) if file.exists() else {}
+        given = read(file) if file.exists() else {}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         wanted = {name: tuple(tensor.shape) for name, tensor in given.items()}
         if shapes != wanted:
-            self._write("other-shapes.json", [wanted, shapes])
+            write(self.folder / "other-shapes.pt", [wanted, shapes])
             self._leave()
         for name, tensor in tensors.items():
-            value = given[name].to(tensor.device)
-            if isinstance(tensor, DTensor):
-                value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
-            tensor.copy_(value)
+            assign(tensor, given[name])
 
     def step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before a step: what the optimizer gets. A parameter without a gradient has zeros."""
@@ -129,7 +125,7 @@ class Recorder:
         rows = self.inputs.take()
         said = {digest: self.inputs.shown[digest] for part in rows.values() for digest in part}
         world = dist.get_world_size() if dist.is_initialized() else 1
-        self._write(f"rows.{number}.{which}.{self.rank}.json", [rows, said, world])
+        write(self.folder / f"rows.{number}.{which}.{self.rank}.pt", [rows, said, world])
 
     def stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """After a step: leave, once all optimizers have taken theirs."""
@@ -142,25 +138,17 @@ class Recorder:
                 name = self.names[id(parameter)]
                 moved[name] = full_tensor(parameter) - self.before[name]
         self._write("moved.pt", moved)
-        self._write("optimizer.json", type(optimizer).__name__)
+        self._write("optimizer.pt", type(optimizer).__name__)
         self._leave()
 
     def _leave(self) -> None:
         """End this process once all ranks are here: what they still do is not wanted."""
-        self._write(f"done.{self.rank}.json", [])
+        write(self.folder / f"done.{self.rank}.pt", [])
         world = dist.get_world_size() if dist.is_initialized() else 1
-        until = time.monotonic() + PATIENCE
-        while len(list(self.folder.glob("done.*.json"))) < world and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_for([self.folder / f"done.{rank}.pt" for rank in range(world)], PATIENCE)
         leave()
 
     def _write(self, name: str, value: Any) -> None:
-        """A file that is complete as soon as it has its name; tensors of rank 0 only."""
-        temporary = self.folder / f"{name}.{os.getpid()}"
-        if name.endswith(".json"):
-            temporary.write_text(json.dumps(value))
-        elif self.rank == 0:
-            torch.save(value, temporary)
-        else:
-            return
-        temporary.replace(self.folder / name)
+        """What only rank 0 writes: all have computed it, as a sharded tensor needs all."""
+        if self.rank == 0:
+            write(self.folder / name, value)

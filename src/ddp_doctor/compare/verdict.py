@@ -1,14 +1,13 @@
 """What two commands have recorded, side by side."""
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from ddp_doctor.certificate.files import read
 from ddp_doctor.certificate.measure import Comparison, compare, unusable
 from ddp_doctor.inputs import Rows, other_rows
 
@@ -74,7 +73,7 @@ def conclude(first: Path, second: Path) -> Found:
     """Compare two folders that `record` wrote. The first step that is not equal decides."""
     folders = first, second
     counts = [len({f.name.split(".")[1] for f in of.glob("gradient.*.pt")}) for of in folders]
-    found = Found([json.loads((of / "rows.0.0.0.json").read_text())[2] for of in folders])
+    found = Found([read(of / "rows.0.0.0.pt")[2] for of in folders])
     for number in range(min(counts)):
         step = _step(first, second, number)
         found.steps.append(step)
@@ -104,9 +103,9 @@ def _compare_weights(found: Found, first: Path, second: Path) -> None:
     """What the weights moved in all steps. Equal gradients may move them differently."""
     if not all((folder / "moved.pt").exists() for folder in (first, second)):
         return
-    ours, theirs = (_load(folder / "moved.pt") for folder in (first, second))
+    ours, theirs = (read(folder / "moved.pt") for folder in (first, second))
     found.weights = compare(ours, theirs, {})
-    found.optimizers = {json.loads((f / "optimizer.json").read_text()) for f in (first, second)}
+    found.optimizers = {read(folder / "optimizer.pt") for folder in (first, second)}
     if found.verdict != "equal" or found.weights.kind == "equal":
         return
     found.verdict = found.weights.kind
@@ -117,15 +116,10 @@ def _compare_weights(found: Found, first: Path, second: Path) -> None:
             found.why = f"After the steps, {letter}'s {broken[0]} holds NaN or infinity."
 
 
-def _load(file: Path) -> dict[str, Tensor]:
-    loaded: dict[str, Tensor] = torch.load(file, weights_only=True)
-    return loaded
-
-
 def _gradient(folder: Path, number: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob(f"gradient.{number}.*.pt")):
-        found |= _load(file)
+        found |= read(file)
     return found
 
 
@@ -147,8 +141,8 @@ def _other(first: Path, second: Path, number: int) -> list[str]:
     shown: dict[str, str] = {}
     for folder in (first, second):
         rows.append([])
-        for file in sorted(folder.glob(f"rows.{number}.*.json")):
-            found, said, _ = json.loads(file.read_text())
+        for file in sorted(folder.glob(f"rows.{number}.*.pt")):
+            found, said, _ = read(file)
             rows[-1].append(found)
             shown |= said
     lines = []

@@ -1,6 +1,8 @@
 """What a certificate says of each hint: measured, contradicted, or outside of what it measures."""
 
-from ddp_doctor.explain.findings import ORDER, Finding, Prediction, answered
+from dataclasses import replace
+
+from ddp_doctor.explain.findings import ORDER, Finding, Prediction
 from ddp_doctor.explain.numbers import near
 from ddp_doctor.facts.certificate import Certificate, Property
 
@@ -18,8 +20,7 @@ def with_answers(certificate: Certificate, findings: list[Finding]) -> list[Find
 
 def _answered(certificate: Certificate, hint: Finding, predicts: Prediction) -> Finding:
     if predicts.outside:
-        answer = f"outside of what --certify measures: {predicts.outside}"
-        return answered(hint, hint.severity, answer)
+        return replace(hint, answer=f"outside of what --certify measures: {predicts.outside}")
     if predicts.shares:
         return _of_shares(certificate, hint, predicts)
     if predicts.ratio is None:
@@ -68,15 +69,17 @@ def _of_any_difference(certificate: Certificate, hint: Finding, predicts: Predic
 
 
 def _measured(hint: Finding, predicts: Prediction, what: str) -> Finding:
-    return answered(hint, "error", f"measured: {what}, as predicted ({predicts.said})")
+    answer = f"measured: {what}, as predicted ({predicts.said})"
+    return replace(hint, severity="error", answer=answer)
 
 
 def _contradicted(hint: Finding, predicts: Prediction, what: str) -> Finding:
-    return answered(hint, "note", f"contradicted: predicted was {predicts.said}, but {what}")
+    answer = f"contradicted: predicted was {predicts.said}, but {what}"
+    return replace(hint, severity="note", answer=answer)
 
 
 def _undecided(hint: Finding, why: str) -> Finding:
-    return answered(hint, hint.severity, f"not decided: {why}")
+    return replace(hint, answer=f"not decided: {why}")
 
 
 def _numbers(one: Property) -> str:

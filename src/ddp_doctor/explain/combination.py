@@ -12,7 +12,7 @@ from typing import Literal
 
 from ddp_doctor.explain.numbers import alike, near
 from ddp_doctor.facts.merged import Run, Window
-from ddp_doctor.facts.types import Groups, WindowFact, no_snapshot
+from ddp_doctor.facts.types import CollectiveFact, Groups, WindowFact, no_snapshot
 
 Measured = Literal["averaged", "summed", "scaled", "no multiple", "not combined", "alone"]
 Kind = Measured | Literal["in parts", "in backward", "unknown"]
@@ -135,7 +135,7 @@ def rescaled(facts: Iterable[WindowFact]) -> float:
     """
     of_each: list[Pairs] = []
     for fact in facts:
-        if _reduces_gradients(fact):
+        if any(map(reduces_gradient, fact["collectives"])):
             return 1.0
         now = fact["snapshot"]["grads"]
         for name, left in (fact["left"] or {}).items():
@@ -166,9 +166,6 @@ def untouched(fact: WindowFact) -> bool:
     )
 
 
-def _reduces_gradients(fact: WindowFact) -> bool:
-    """Whether the script itself all-reduces gradients in this step."""
-    return any(
-        call["op"] == "all_reduce" and call.get("what") == "gradient"
-        for call in fact["collectives"]
-    )
+def reduces_gradient(call: CollectiveFact) -> bool:
+    """Whether the script itself all-reduces a gradient by this call."""
+    return call["op"] == "all_reduce" and call.get("what") == "gradient"

@@ -6,7 +6,7 @@ average of what the ranks computed, data or learning rates differ, a rank waits.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -146,11 +146,6 @@ def finding(
     """A finding with the catalog's title, page and, unless given, severity."""
     usual, title, page = CATALOG[code]
     return Finding(code, evidence, where, fix, severity or usual, title, page, predicts)
-
-
-def answered(finding: Finding, severity: Severity, answer: str) -> Finding:
-    """The finding with what a certificate says of its prediction."""
-    return replace(finding, severity=severity, answer=answer)
 
 
 Rule = TypeVar("Rule", bound=Callable[..., Iterable[Finding]])

@@ -149,7 +149,8 @@ def _entries(window: Window) -> dict[tuple[str, str], list[Entry]]:
         for micro, backward in enumerate(fact["backwards"]):
             scale = backward.get("scale") or 1.0
             for term in backward.get("terms", ()):
-                share = _share(term) / scale
+                items = term["count"] if term["reduction"] == "sum" else 1.0
+                share = term["factor"] * items / scale
                 entry = Entry(rank, micro, term["count"], share, term["rows"], term)
                 terms.setdefault((term["function"], term["place"]), []).append(entry)
     penalties = [key for key, of in terms.items() if any(e.fact.get("over_parameters") for e in of)]
@@ -172,11 +173,6 @@ def _several(fact: WindowFact, micros: list[int]) -> bool:
     calls = Counter(fact["backwards"][micro].get("call") for micro in micros)
     unsynced = any(not forward["sync"] for forward in fact["forwards"])
     return len(calls) > 1 and len(set(calls.values())) == 1 and not unsynced
-
-
-def _share(term: TermFact) -> float:
-    factor = term["factor"]
-    return factor * term["count"] if term["reduction"] == "sum" else factor
 
 
 def firsts(steps: list[Step]) -> list[Step]:

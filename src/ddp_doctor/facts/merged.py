@@ -52,10 +52,6 @@ class Rank:
     def totals(self) -> TotalsFact | None:
         return next(reversed(self.facts["totals"]), None)
 
-    @property
-    def ended(self) -> bool:
-        return self.end is not None
-
     @cached_property
     def start(self) -> StartFact | None:
         """What the optimizers' parameters were before their first step."""

@@ -6,7 +6,7 @@ import sys
 import sysconfig
 import zlib
 from functools import lru_cache
-from types import FrameType
+from types import FrameType, TracebackType
 
 _THIS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PATHS = sysconfig.get_paths()
@@ -29,18 +29,18 @@ def is_users(filename: str) -> bool:
     return not path.startswith(_STANDARD)
 
 
-def users_frame(frame: FrameType | None = None) -> FrameType | None:
+def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's code among `frame` and its callers."""
-    frame = frame or sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
-def programs_frame(frame: FrameType | None = None) -> FrameType | None:
-    """The user's innermost frame; if a whole program is installed, its package's innermost one."""
-    frame = frame or sys._getframe(1)
-    return users_frame(frame) or callers_frame(frame)
+def users_trace(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the doctor's own frames at its beginning."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_THIS + os.sep):
+        trace = trace.tb_next
+    return trace
 
 
 def callers_frame(frame: FrameType | None) -> FrameType | None:
@@ -78,23 +78,24 @@ def place(frame: FrameType | None = None) -> str:
 
     An empty string if there is neither.
     """
-    frame = programs_frame(frame or sys._getframe(1))
+    frame = frame or sys._getframe(1)
+    frame = users_frame(frame) or callers_frame(frame)
     if frame is None:
         return ""
     name = frame.f_code.co_filename
     return f"{_package_file(name) or shown(name)}:{frame.f_lineno}"
 
 
-def call(frame: FrameType | None = None) -> int:
+def call() -> int:
     """A hash of the lines of the user's code that are being executed, innermost first.
 
     Two calls of one helper differ, two rounds of a loop do not.
     """
-    frame = users_frame(frame or sys._getframe(1))
+    frame = users_frame(sys._getframe(1))
     lines: list[str] = []
     while frame is not None:
         lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        frame = users_frame(frame.f_back) if frame.f_back is not None else None
+        frame = users_frame(frame.f_back)
     return zlib.crc32(" ".join(lines).encode())
 
 

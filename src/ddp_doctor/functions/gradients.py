@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ddp_doctor.certificate.measure import TOLERANCE, Comparison, compare, unusable
-from ddp_doctor.certificate.record import full_tensor
+from ddp_doctor.certificate.record import assign, full_tensor
 from ddp_doctor.inputs import Inputs, Rows
 
 Batches = list[Any]  # one per rank
@@ -118,10 +118,7 @@ class Process:
     def restore(self, weights: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers. Raises KeyError for other names."""
         for name, tensor in self._named().items():
-            given = weights[name]
-            if isinstance(tensor, DTensor):
-                given = distribute_tensor(given, tensor.device_mesh, tensor.placements)
-            tensor.copy_(given)
+            assign(tensor, weights[name])
 
     def step(self, batch: Any, seed: int = 0) -> tuple[Gradient, Gradient | None, Rows]:
         """What `.grad` holds, what autograd computed here, and the rows that the model got.

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 from ddp_doctor.certificate.guard import SOCKETS, end_session, guarded_folder
 from ddp_doctor.certificate.starts import rank_variables
+from ddp_doctor.facts.places import users_trace
 
 LOADED = ("torch._dynamo", "torch.distributed.fsdp", "ddp_doctor.functions.gradients")
 AFTER_A_FAILURE = 5.0  # seconds that the other ranks have
-PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 class Task(NamedTuple):
@@ -209,7 +209,5 @@ def _end_with(end: Connection) -> None:
 
 def told(error: BaseException) -> str:
     """The traceback, from the user's first line on."""
-    trace = error.__traceback__
-    while trace and trace.tb_next and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
-        trace = trace.tb_next
+    trace = users_trace(error.__traceback__) or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, trace)).strip()

@@ -57,7 +57,7 @@ class Session:
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        """Nothing has been seen yet: of a forked process, too, which writes a journal of its own."""
+        """Nothing has been seen yet. A forked process is another one, with a journal of its own."""
         if self.over:
             return
         self.journal: Journal | None = None

@@ -62,8 +62,8 @@ class Report:
             },
             "not_measured": self.not_measured,
             "ranks": [
-                {"rank": rank.rank, "steps": rank.steps, "ended": rank.ended, "error": rank.error}
-                for rank in self.run.ranks
+                {"rank": r.rank, "steps": r.steps, "ended": r.end is not None, "error": r.error}
+                for r in self.run.ranks
             ],
             "unchecked": self.run.not_checked,
             "steps": {"taken": self.run.steps, "observed": len(self.run.windows)},

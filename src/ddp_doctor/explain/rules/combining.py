@@ -6,7 +6,7 @@ That they differ, or are no multiple of the sum of what the ranks computed, is m
 from collections import Counter
 from collections.abc import Iterator
 
-from ddp_doctor.explain.combination import untouched
+from ddp_doctor.explain.combination import reduces_gradient, untouched
 from ddp_doctor.explain.findings import Finding, finding, rule
 from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Run, Window, so_far
@@ -253,7 +253,7 @@ def manual_all_reduce_skips_none(run: Run, steps: list[Step]) -> Iterator[Findin
     Right if the same gradients are None on all ranks: then the loop calls the same collectives.
     """
     for window in run.windows if run.world > 1 else ():
-        sent = {rank: [c for c in fact["collectives"] if _is_gradient(c)] for rank, fact in window}
+        sent = {rank: list(filter(reduces_gradient, fact["collectives"])) for rank, fact in window}
         missing = [set(snapshot["missing"]) for snapshot in window.snapshots().values()]
         disagree = sorted(missing[0].union(*missing) - missing[0].intersection(*missing))
         if disagree and len({tuple(c.get("name") for c in calls) for calls in sent.values()}) > 1:
@@ -269,10 +269,6 @@ def manual_all_reduce_skips_none(run: Run, steps: list[Step]) -> Iterator[Findin
             return
 
 
-def _is_gradient(call: CollectiveFact) -> bool:
-    return call["op"] == "all_reduce" and call.get("what") == "gradient"
-
-
 @rule("other_than_average")
 def other_than_average(run: Run, steps: list[Step]) -> Iterator[Finding]:
     """What an optimizer gets is no multiple of the sum of all that the ranks' backwards computed.
@@ -286,7 +282,7 @@ def other_than_average(run: Run, steps: list[Step]) -> Iterator[Finding]:
         if step.combination.kind != "no multiple":
             continue
         for fact in step.window.facts:
-            calls = [call for call in fact["collectives"] if _is_gradient(call)]
+            calls = list(filter(reduces_gradient, fact["collectives"]))
             moments = {str(call["backwards"]) for call in calls}
             often = Counter(call.get("name", "") for call in calls).most_common(1)
             again = (calls[0], *often[0]) if often and often[0][1] > 1 < len(moments) else None

@@ -48,7 +48,7 @@ def _missing_rank(run: Run, waiting: list[Rank]) -> Finding:
         "Let every rank reach this call equally often: no if on the rank, no return or break "
         "on one rank's data."
     )
-    busy = run.hung and not run.missing and all(r.alive and not r.ended for r in others)
+    busy = run.hung and not run.missing and all(r.alive and r.end is None for r in others)
     if busy:
         names = ", ".join(str(rank.rank) for rank in others[:8])
         fix = f"If rank {names} is busy (a checkpoint, text to generate), ignore this. {fix}"

@@ -146,6 +146,8 @@ def _of_world_size(step: Step, term: Term | None) -> Iterator[Finding]:
     n, world = step.window.n, step.window.world
     off = (step.combination.factor or 0.0) * world  # 1: averaged
     total = _total(term)
+    # What the loss is computed from may go through the ranks: another finding.
+    reduced = any(reduced_before_backward(step, what) for what in ("loss", "activation"))
     if near(off, world) and (term is None or (total is not None and near(total, world))):
         yield finding(
             "own_reduction_sums",
@@ -155,7 +157,7 @@ def _of_world_size(step: Step, term: Term | None) -> Iterator[Finding]:
             "grad.div_(dist.get_world_size()) after the all-reduce, or op=dist.ReduceOp.AVG.",
             predicts=Prediction(f"{world} = W", float(world)),
         )
-    elif near(off, 1.0) and term is not None and not _reduced(step):
+    elif near(off, 1.0) and term is not None and not reduced:
         yield from _of_the_loss(step, term, world, total)
     elif total is not None and near(total, 1 / world) and off < 1:
         twice = near(off, 1 / world)
@@ -182,11 +184,6 @@ def _total(term: Term | None) -> float | None:
 def _plain(term: Term) -> bool:
     """Whether each rank and micro-batch has one such term, and all items of one weigh the same."""
     return term.regular and not term.several and not any(uneven(e.fact) for e in term.entries)
-
-
-def _reduced(step: Step) -> bool:
-    """Whether what the loss is computed from goes through the ranks: another finding."""
-    return any(reduced_before_backward(step, what) for what in ("loss", "activation"))
 
 
 def _of_the_loss(step: Step, term: Term, world: int, total: float | None) -> Iterator[Finding]:

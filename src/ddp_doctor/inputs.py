@@ -90,12 +90,9 @@ def other_rows(
         parts = [rows.get(slot, []) for rows in (*first, *second)]
         if all(part == parts[0] for part in parts):
             continue
-        ours: Counter[str] = Counter()
-        theirs: Counter[str] = Counter()
-        for rows in first:
-            ours.update(rows.get(slot, []))
-        for rows in second:
-            theirs.update(rows.get(slot, []))
+        ours, theirs = (
+            Counter(row for rows in side for row in rows.get(slot, ())) for side in (first, second)
+        )
         if ours != theirs:
             found[slot] = ours - theirs, theirs - ours
     return found

@@ -110,12 +110,12 @@ def test_a_module_is_run_as_python_runs_it(
 def test_a_process_that_looks_for_torch_before_it_imports_it_is_observed(tmp_path: Path) -> None:
     """Transformers does: a spawned rank that imports it first was never observed."""
     code = (
-        "import importlib.util, sys\n"
+        "import importlib.util, os, sys\n"
         "assert importlib.util.find_spec('torch').loader is not None\n"
         "assert importlib.util.find_spec('torch').loader is not None\n"
         "import torch\n"
-        "from ddp_doctor.run.start import _current\n"
-        "print(_current.session.run_folder, len(sys.meta_path))\n"
+        "from ddp_doctor.run.start import _sessions\n"
+        "print(_sessions[os.getpid()].run_folder, len(sys.meta_path))\n"
     )
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("DDP_DOCTOR")},

@@ -123,17 +123,13 @@ def _replace_trainers() -> None:
 
     package = on_cpu.lightning_of_the_script()
     module = importlib.import_module(package) if package else None
+
+    def one_device(args: list[Any], kwargs: dict[str, Any]) -> None:
+        kwargs |= {"devices": 1, "num_nodes": 1}
+
     for name in ("Trainer", "Fabric"):
         if kind := getattr(module, name, None):
-            kind.__init__ = _init_of_one(kind.__init__)
-
-
-def _init_of_one(init: Any) -> Any:
-    @functools.wraps(init)
-    def init_of_one(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **{**kwargs, "devices": 1, "num_nodes": 1})
-
-    return init_of_one
+            on_cpu.change_call(kind, "__init__", one_device)
 
 
 def _keep_groups() -> None:

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_doctor.certificate.calls import hook_call
 from ddp_doctor.certificate.record import StepNotes
+from ddp_doctor.run.on_cpu import change_call
 
 OFF = "Dropout is off, clipping is off, BatchNorm uses its running statistics, nothing is compiled."
 DROPOUT = (
@@ -36,32 +37,21 @@ class Replacements:
         for name in DROPOUT:
             setattr(F, name, _identity)
         torch.dropout = _identity
-        F.scaled_dot_product_attention = _no_dropout(F.scaled_dot_product_attention)
+        change_call(F, "scaled_dot_product_attention", _no_dropout)
         hook_call(nn.RNNBase, "__init__", after=_remove_rnn_dropout)
-        F.batch_norm = self._batch_norm(F.batch_norm)
+        change_call(F, "batch_norm", self._batch_norm)
         nn.SyncBatchNorm.forward = self._sync_batch_norm(nn.SyncBatchNorm.forward)  # type: ignore[method-assign]
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             clip = self._clip(getattr(nn.utils, name))
             setattr(nn.utils.clip_grad, name, clip)
             setattr(nn.utils, name, clip)
 
-    def _batch_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def batch_norm(
-            input: Any,  # noqa: A002
-            running_mean: Any,
-            running_var: Any,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            names = ("weight", "bias", "training", "momentum", "eps")
-            arguments = dict(zip(names, args, strict=False)) | kwargs
-            if arguments.get("training") and running_mean is not None:
-                self.notes.batch_norm = True
-                arguments["training"] = self.as_usual
-            return original(input, running_mean, running_var, **arguments)
-
-        return batch_norm
+    def _batch_norm(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+        kwargs |= inspect.signature(F.batch_norm).bind(*args, **kwargs).arguments
+        args.clear()
+        if kwargs.get("training") and kwargs["running_mean"] is not None:
+            self.notes.batch_norm = True
+            kwargs["training"] = self.as_usual
 
     def _sync_batch_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """It computes with the statistics of all ranks, and does not call `F.batch_norm`."""
@@ -98,15 +88,9 @@ def _identity(input: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
     return input
 
 
-def _no_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (0.0, *args[1:])
-        kwargs.pop("dropout_p", None)
-        return original(q, k, v, attn_mask, *args, **kwargs)
-
-    return attention
+def _no_dropout(args: list[Any], kwargs: dict[str, Any]) -> None:
+    args[4:5] = [0.0] * len(args[4:5])
+    kwargs.pop("dropout_p", None)
 
 
 def _remove_rnn_dropout(_: None, rnn: nn.RNNBase, *args: Any, **kwargs: Any) -> None:

@@ -314,7 +314,8 @@ def _targets_apart(ranks: tuple[Tensor, Tensor], run: tuple[Tensor, Tensor]) -> 
 
     Targets that count 0, 1, 2, … are positions in a batch, which one process makes by itself.
     """
-    if _is_count(run[1]) or not _same_values(ranks[0], run[0]):
+    is_count = torch.equal(run[1], torch.arange(len(run[1])).double())
+    if is_count or not _same_values(ranks[0], run[0]):
         return False
     sizes = [_size(numbers) for numbers in ranks]
     sums = [out / sizes[0] + math.e * target / sizes[1] for out, target in (ranks, run)]
@@ -412,10 +413,6 @@ def _noise(width: int) -> Tensor:
     """On the CPU, whatever device the script has chosen."""
     generator = torch.Generator().manual_seed(width)
     return torch.randn(width, generator=generator, dtype=torch.float64, device="cpu")
-
-
-def _is_count(numbers: Tensor) -> bool:
-    return torch.equal(numbers, torch.arange(len(numbers)).double())
 
 
 def _size(numbers: Tensor) -> float:

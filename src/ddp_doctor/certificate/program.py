@@ -206,10 +206,8 @@ def report_with_rules(
     world = certificate.world or ranks or 2
     part = Part(str(folder), "observed", cpu, world=world)
     part.journals.mkdir(parents=True)
-    if is_launched(folder, ranks):
-        Start(part, command, launch(world)).wait()
-    else:
-        Start(part, command, [dict.fromkeys(LAUNCHER, "")]).wait()
+    launched = is_launched(folder, ranks)
+    Start(part, command, launch(world) if launched else [dict.fromkeys(LAUNCHER, "")]).wait()
     statuses = [journal.status for journal in read_statuses(part.journals)]
     if any(status is not None and status.steps >= AT_MOST for status in statuses):
         certificate.notes.append(CUT)

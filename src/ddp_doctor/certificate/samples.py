@@ -239,7 +239,7 @@ class Dealer:
             (owner, (place, turn))
             for owner, record in enumerate(self.records)
             if self.part.is_one or self.readers[owner] == owner
-            for place, turn in sorted((k for k in record.samples if k[0] == key[0]), key=_turn)
+            for place, turn in sorted(k for k in record.samples if k[0] == key[0])
             if turn < record.per_step.get(place, turn + 1)
             # Each turn for itself in one process, and where each is another optimizer's.
             and (turn == key[1] or not (self.part.is_one or self.part.turns > 1))
@@ -294,10 +294,6 @@ def _counts(per_rank: Sequence[torch.Tensor]) -> bool:
     rows = torch.cat(list(per_rank)) if joinable(per_rank) else torch.zeros(0)
     positions = torch.arange(len(rows), device="cpu")
     return not rows.is_floating_point() and torch.equal(rows, positions)
-
-
-def _turn(key: Key) -> int:
-    return key[1]
 
 
 def order_of_deal(count: int) -> list[int]:

@@ -82,7 +82,10 @@ class Start:
             running = [at for at, process in enumerate(self.processes) if process.poll() is None]
             where = self._places(running) if failed is None and running and not done else ""
         finally:
-            self._kill()
+            for process in self.processes:
+                end_session(process.pid)
+                process.wait()
+                guard().tell(ENDED, process.pid)
         if failed is None and not done:  # what ran on has been killed here
             ended = [at for at in range(len(self.processes)) if at not in running]
             failed = next((at for at in ended if self.processes[at].returncode), None)
@@ -119,12 +122,6 @@ class Start:
                 say(f"waiting for {name}, {now - began:.0f} s so far{self._places(running)}.")
             time.sleep(0.02)
         return failed, done or bool(failed is None and self.part.departures())
-
-    def _kill(self) -> None:
-        for process in self.processes:
-            end_session(process.pid)
-            process.wait()
-            guard().tell(ENDED, process.pid)
 
     def _output(self, at: int) -> str:
         return (self.output / f"{at}.txt").read_text(errors="replace")

@@ -126,7 +126,10 @@ class Tensors(TorchFunctionMode):
         steps.ends += [self.turns.clear, self.entries.clear, self.plan_samples.clear]
         handlers.append(self.plan_leaf)
         nn.Module.__call__ = self._module_call(nn.Module.__call__)  # type: ignore[method-assign]
-        hook_call(DTensor, "to_local", after=self._note_shard)
+        # A shard of a weight or of a gradient is no sample.
+        hook_call(
+            DTensor, "to_local", after=lambda shard, *_, **__: self.trained_tensors.add(shard)
+        )
         for name in ("broadcast", "scatter") if dist.is_available() else ():
             hook_call(dist, name, after=self._note_delivery)
 
@@ -291,10 +294,6 @@ class Tensors(TorchFunctionMode):
             samples = self._plan_arguments(self._site(frame, FORWARD), args, kwargs.values())
             evaluates = self.steps.part.at_model and not torch.is_grad_enabled()
             return args if evaluates else samples  # it has its turn all the same
-
-    def _note_shard(self, shard: Tensor, *args: Any, **kwargs: Any) -> None:
-        """A shard of a weight or of a gradient is no sample."""
-        self.trained_tensors.add(shard)
 
     def _note_delivery(self, work: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
         """A collective in which one rank says what the others get: their rows, beside their own."""

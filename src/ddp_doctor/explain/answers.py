@@ -37,15 +37,12 @@ def _of_a_ratio(
         if not predicts.undivided or p1 is None or p1.ratio is None:
             return _undecided(hint, "the loss is a sum, and what divides it decides")
         shown = f"P1 has the ratio {p1.ratio:.4f}, and nothing divides the loss"
-        same = near(p1.ratio, ratio, TOLERANCE)
-        return (_measured if same else _contradicted)(hint, predicts, shown)
+        return _decided(hint, predicts, near(p1.ratio, ratio, TOLERANCE), shown)
     found = [one for name in ("P1", "P3") if (one := _judged(certificate, name))]
     scale = next((one for one in found if one.verdict in ("equal", "scaled")), None)
     if scale is None or scale.ratio is None:
         return _undecided(hint, "no factor was measured")
-    if near(scale.ratio, ratio, TOLERANCE):
-        return _measured(hint, predicts, _numbers(scale))
-    return _contradicted(hint, predicts, _numbers(scale))
+    return _decided(hint, predicts, near(scale.ratio, ratio, TOLERANCE), _numbers(scale))
 
 
 def _of_shares(certificate: Certificate, hint: Finding, predicts: Prediction) -> Finding:
@@ -54,26 +51,24 @@ def _of_shares(certificate: Certificate, hint: Finding, predicts: Prediction) ->
     if p1 is None or (shares is None and p1.verdict == "different"):
         return _undecided(hint, "the ranks' shares of the gradient were not measured")
     if shares is None:
-        return _contradicted(hint, predicts, _numbers(p1))
+        return _decided(hint, predicts, False, _numbers(p1))
     shown = f"one process weighs the ranks by {', '.join(f'{one:.3f}' for one in shares)}"
     pairs = zip(shares, predicts.shares, strict=False)
     same = len(shares) == len(predicts.shares) and all(abs(a - b) <= OF_A_SHARE for a, b in pairs)
-    return (_measured if same else _contradicted)(hint, predicts, shown)
+    return _decided(hint, predicts, same, shown)
 
 
 def _of_any_difference(certificate: Certificate, hint: Finding, predicts: Prediction) -> Finding:
     p1 = _judged(certificate, "P1")
     if p1 is None:
         return _undecided(hint, "P1 was not measured")
-    return (_contradicted if p1.verdict == "equal" else _measured)(hint, predicts, _numbers(p1))
+    return _decided(hint, predicts, p1.verdict != "equal", _numbers(p1))
 
 
-def _measured(hint: Finding, predicts: Prediction, what: str) -> Finding:
-    answer = f"measured: {what}, as predicted ({predicts.said})"
-    return replace(hint, severity="error", answer=answer)
-
-
-def _contradicted(hint: Finding, predicts: Prediction, what: str) -> Finding:
+def _decided(hint: Finding, predicts: Prediction, is_measured: bool, what: str) -> Finding:
+    if is_measured:
+        answer = f"measured: {what}, as predicted ({predicts.said})"
+        return replace(hint, severity="error", answer=answer)
     answer = f"contradicted: predicted was {predicts.said}, but {what}"
     return replace(hint, severity="note", answer=answer)
 

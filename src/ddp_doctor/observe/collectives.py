@@ -202,10 +202,8 @@ def _key(tensor: Tensor) -> Any:
 
 
 def _tensor(args: Args, kwargs: Kwargs) -> Tensor | None:
-    for value in (*reversed(args[:2]), *kwargs.values()):
-        if isinstance(value, Tensor):
-            return value
-    return None
+    values = (*reversed(args[:2]), *kwargs.values())
+    return next((value for value in values if isinstance(value, Tensor)), None)
 
 
 def _ranks_of(args: Args, kwargs: Kwargs) -> list[int] | None:

@@ -52,14 +52,12 @@ class Patches:
             if torch.compiler.is_compiling() or (when is not None and not when()):
                 return original(*args, **kwargs)
             token = start(args, kwargs) if start else None
-            if give_up is None:
+            try:
                 result = original(*args, **kwargs)
-            else:
-                try:
-                    result = original(*args, **kwargs)
-                except BaseException as error:
+            except BaseException as error:
+                if give_up:
                     give_up(error)
-                    raise
+                raise
             if finish:
                 finish(token, result, args, kwargs)
             return result

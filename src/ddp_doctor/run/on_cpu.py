@@ -97,7 +97,7 @@ class _OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _change(owner: Any, name: str, change: Change) -> None:
+def change_call(owner: Any, name: str, change: Change) -> None:
     """Let `change` have the arguments of `owner.name` first."""
     original = getattr(owner, name)
 
@@ -134,10 +134,10 @@ def _groups(tell: Used) -> None:
 
     for name in ("init_process_group", "new_group"):
         original = getattr(dist, name)
-        _change(dist, name, functools.partial(over_gloo, original=original))
+        change_call(dist, name, functools.partial(over_gloo, original=original))
         setattr(dist.distributed_c10d, name, getattr(dist, name))
     dist.Work.get_future = _future(dist.Work.get_future, tell)  # type: ignore[method-assign]
-    _change(dist.device_mesh, "init_device_mesh", _on_cpu(tell, 'init_device_mesh("cuda")'))
+    change_call(dist.device_mesh, "init_device_mesh", _on_cpu(tell, 'init_device_mesh("cuda")'))
     dist.init_device_mesh = dist.device_mesh.init_device_mesh
 
 
@@ -263,7 +263,7 @@ def _programs(tell: Used) -> None:
             kwargs.pop("args", None)
             args[1:2] = ["echo no GPU" if kwargs.get("shell") else ["echo", "no GPU"]]
 
-    _change(subprocess.Popen, "__init__", change)
+    change_call(subprocess.Popen, "__init__", change)
 
 
 def lightning_of_the_script() -> str:
@@ -302,7 +302,7 @@ def _lightning(tell: Used) -> None:
         at = "connector" if name.endswith("fabric") else "trainer.connectors.accelerator_connector"
         module: Any = importlib.import_module(f"{name}.{at}")
         kind = module._Connector if name.endswith("fabric") else module._AcceleratorConnector
-        _change(kind, "__init__", connector)
+        change_call(kind, "__init__", connector)
 
 
 def _future(get_future: Any, tell: Used) -> Any:
@@ -341,10 +341,10 @@ def _classes(tell: Used) -> None:
         tell("SyncBatchNorm (each rank now uses its own samples)")
         return module
 
-    _change(nn.Module, "to", _on_cpu(tell, '.to("cuda")'))
-    _change(torch.autocast, "__init__", _on_cpu(tell, 'autocast("cuda")'))
-    _change(torch, "load", on_the_cpu)
-    _change(wrap, "__init__", without_devices)
+    change_call(nn.Module, "to", _on_cpu(tell, '.to("cuda")'))
+    change_call(torch.autocast, "__init__", _on_cpu(tell, 'autocast("cuda")'))
+    change_call(torch, "load", on_the_cpu)
+    change_call(wrap, "__init__", without_devices)
     torch.Generator = _generator(torch.Generator, tell)  # type: ignore[misc]
     nn.SyncBatchNorm.convert_sync_batchnorm = unchanged  # type: ignore[method-assign]
 

@@ -22,15 +22,7 @@ RUN = "DDP_DOCTOR_RUN"  # the run's folder, for the processes that a process sta
 OPTIONS = "DDP_DOCTOR_OPTIONS"
 
 
-class _Current:
-    """The session of this process, and the process that it belongs to."""
-
-    def __init__(self) -> None:
-        self.session: Session | None = None
-        self.process = 0
-
-
-_current = _Current()
+_sessions: dict[int, Session] = {}  # by process: a forked one has its parent's, too
 
 
 def start(options: Options | None = None, leader: bool | None = None) -> Session | None:
@@ -39,8 +31,8 @@ def start(options: Options | None = None, leader: bool | None = None) -> Session
     The leader starts the watcher, which merges and reports: rank 0 under a launcher, or the
     process that starts the ranks.
     """
-    if _current.session is not None and _current.process == os.getpid():
-        return _current.session
+    if os.getpid() in _sessions:
+        return _sessions[os.getpid()]
     given = os.environ.get(OPTIONS)
     if options is None:
         options = Options(**json.loads(given)) if given else Options()
@@ -68,7 +60,7 @@ def start(options: Options | None = None, leader: bool | None = None) -> Session
     except Exception as error:
         say(f"could not start ({type(error).__name__}: {error}). Your run goes on without it.")
         return None
-    _current.session, _current.process = session, os.getpid()
+    _sessions[os.getpid()] = session
     if lead:
         session.leads = True
         start_watcher(session)
@@ -116,7 +108,7 @@ class _AfterCell:
         session.over = True
         if session.patches is not None:
             session.patches.undo()
-        _current.session = None
+        _sessions.clear()
         for name in (RUN, OPTIONS):
             os.environ.pop(name, None)
         report(session.run_folder, session.options)

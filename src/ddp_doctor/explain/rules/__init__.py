@@ -8,19 +8,9 @@ family registers its rules.
 import inspect
 
 from ddp_doctor.explain.findings import CATALOG, ORDER, RULES, Finding
-from ddp_doctor.explain.rules import (
-    combining,
-    data,
-    hangs,
-    loss,
-    pairs,
-    replicas,
-    updates,
-)
+from ddp_doctor.explain.rules import combining, data, hangs, loss, pairs, replicas, updates  # noqa: F401
 from ddp_doctor.explain.steps import Step
 from ddp_doctor.facts.merged import Run
-
-FAMILIES = (hangs, combining, loss, pairs, updates, replicas, data)
 
 
 def examine(run: Run, steps: list[Step]) -> list[Finding]:

@@ -135,7 +135,7 @@ def test_a_gradient_is_local_until_a_hook_of_the_scripts_own_combines_it(session
     assert isinstance(recorder, Recorder)
 
     def combine(gradient: torch.Tensor) -> torch.Tensor:
-        recorder.collective_counts["all_reduce"] = 1
+        recorder.collective_count = 1
         return 5 * gradient
 
     weight.register_hook(lambda gradient: 3 * gradient)

@@ -17,9 +17,9 @@ import struct
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ddp_doctor.facts.types import Facts, listed, no_facts
+from ddp_doctor.facts.types import Facts, no_facts
 
 MAX_BYTES = 16 << 20
 OLD = 60.0  # seconds after which a process that has ended is an earlier run's
@@ -196,7 +196,7 @@ def _facts(path: Path) -> Facts:
             continue  # a disk that was full in the middle of a line
         kind = fact.pop("kind")
         if kind in facts:
-            listed(facts, kind).append(fact)
+            cast(dict[str, list[Any]], facts)[kind].append(fact)
     return facts
 
 

@@ -321,11 +321,6 @@ def no_facts() -> Facts:
     return cast(Facts, empty)
 
 
-def listed(facts: Facts, kind: str) -> list[Any]:
-    """The facts of a kind that a journal's line names."""
-    return cast(dict[str, list[Any]], facts)[kind]
-
-
 def no_snapshot() -> SnapshotFact:
     """No gradients."""
     return {"grads": {}, "hashes": {}, "local": {}, "missing": [], "pieces": {}}

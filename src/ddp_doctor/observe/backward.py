@@ -103,10 +103,7 @@ class _Backwards:
 
     def _look_early(self, key: int, gradient: Tensor | None) -> None:
         if gradient is not None:
-            self.early[key] = projection(gradient), self._collectives()
-
-    def _collectives(self) -> int:
-        return sum(self.recorder.collective_counts.values())
+            self.early[key] = projection(gradient), self.recorder.collective_count
 
     def _see_fsdp(self) -> None:
         """Look at the whole gradients of fully_shard: only there is what one rank has computed.
@@ -158,8 +155,8 @@ class _Backwards:
         recorder, key = self.recorder, id(parameter)
         record["reached"].add(key)
         value = projection(gradient)
-        early, calls = self.early.pop(key, (value, self._collectives()))
-        if calls != self._collectives():
+        early, calls = self.early.pop(key, (value, recorder.collective_count))
+        if calls != recorder.collective_count:
             value = early  # a hook of the script's own has combined the ranks
         if value is None:
             return

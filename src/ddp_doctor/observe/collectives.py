@@ -94,7 +94,7 @@ class _Calls:
             tensor = _tensor(args, kwargs)
             shape = "" if tensor is None else f" of shape {list(tensor.shape)}"
             session.set_status(f"{name}{shape} at {at}")
-            recorder.collective_counts[name] = recorder.collective_counts.get(name, 0) + 1
+            recorder.collective_count += 1
             if recorder.on:
                 self.note(name, at, tensor, args, kwargs)
             return doing

@@ -62,7 +62,7 @@ class Recorder:
         self.waiting: dict[int, Tensor] = {}  # of a whole gradient that fully_shard has not reduced
         self.used: dict[int, Tensor | None] = {}  # gradients right after the step that used them
         self.leftover: set[int] = set()  # parameters that still held these when backward came
-        self.collective_counts: dict[str, int] = {}
+        self.collective_count = 0
         self.scales = 1.0
         self.grouped = False
         self.terms_made = 0

@@ -102,8 +102,7 @@ class WrapperState:
         if module is None:
             return []
         found: dict[str, str] = {}
-        now = dict(module.named_parameters())
-        for name, parameter in now.items():
+        for name, parameter in module.named_parameters():
             if name in self.ignored or hasattr(parameter, "placements"):
                 continue
             if name not in self.at_start:
@@ -112,8 +111,7 @@ class WrapperState:
                 continue
             reference, trained, dtype, node, shape = self.at_start[name]
             if reference() is not parameter:
-                same = parameter.shape == shape
-                found[name] = "replaced" if same else "new"
+                found[name] = "replaced" if parameter.shape == shape else "new"
             elif parameter.requires_grad and not trained:
                 found[name] = "unfrozen"
             elif str(parameter.dtype) != dtype:
@@ -122,8 +120,7 @@ class WrapperState:
                 parameter.requires_grad and node is not None and accumulator(parameter) is not node
             ):
                 found[name] = "moved"
-        changed = list(found.items())[:50]
-        return [ChangeFact(name=name, how=how) for name, how in changed]
+        return [ChangeFact(name=name, how=how) for name, how in list(found.items())[:50]]
 
 
 def accumulator(parameter: Tensor) -> Any:

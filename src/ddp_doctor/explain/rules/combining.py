@@ -348,9 +348,5 @@ def _moves(run: Run, windows: list[Window]) -> bool:
 
 def _without_gradient(window: Window) -> bool:
     """Whether no rank's optimizer has a gradient, though it could have some."""
-    snapshots = [fact["snapshot"] for fact in window.facts]
-    return (
-        not window.skipped
-        and not any(snapshot["hashes"] for snapshot in snapshots)
-        and any(fact["outside"] or fact["snapshot"]["missing"] for fact in window.facts)
-    )
+    could = any(fact["outside"] or fact["snapshot"]["missing"] for fact in window.facts)
+    return could and not window.skipped and not window.trains

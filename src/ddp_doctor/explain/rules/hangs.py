@@ -103,11 +103,9 @@ def _blocking(doing: str) -> bool:
 
 
 def _said(rank: Rank) -> str:
-    end = rank.end
-    if end is not None and end.get("error"):
-        error = end["error"]
+    if error := rank.error:
         return f"failed at {error['place']} with {error['type']} after {rank.steps} steps"
-    if end is not None:
+    if rank.end is not None:
         return f"had ended after {rank.steps} steps"
     if not rank.alive:
         return f"ended unexpectedly (killed, or os._exit) after {rank.steps} steps"

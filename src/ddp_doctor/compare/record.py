@@ -101,8 +101,8 @@ class Recorder:
 
     def _give(self, tensors: dict[str, Tensor], file: Path) -> None:
         given = read(file) if file.exists() else {}
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        wanted = {name: tuple(tensor.shape) for name, tensor in given.items()}
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        wanted = {name: list(tensor.shape) for name, tensor in given.items()}
         if shapes != wanted:
             write(self.folder / "other-shapes.pt", [wanted, shapes])
             self._leave()

@@ -1,7 +1,6 @@
 """Who imports whom, what ranks load, and how much Python there may be."""
 
 import ast
-import contextlib
 import os
 import subprocess
 import sys
@@ -56,17 +55,10 @@ def test_every_package_imports_only_what_it_may(monkeypatch, capsys):
 
 
 def files_of_the_project() -> list[str]:
-    """What git tracks, or where git does not say, what it would not ignore; as paths from ROOT."""
-    if (ROOT / ".git").exists():
-        command = ["git", "ls-files", "-z"]
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-            return [name for name in told.stdout.split("\0") if (ROOT / name).is_file()]
-    return walked()
+    """What git would track, as paths from ROOT: an archive has no git to ask.
 
-
-def walked() -> list[str]:
-    """The files that .gitignore does not name; a slash in front of a name means: in ROOT only."""
+    These are the files that .gitignore does not name; a slash in front of a name means: in ROOT.
+    """
     ignored = [".git", *(ROOT / ".gitignore").read_text().split()]
     found = []
     for folder, folders, files in os.walk(ROOT):
@@ -107,10 +99,6 @@ def test_there_are_not_too_many_files(end):
         f"There are {number} files *{end} outside of surveys, and {MOST_FILES[end]} are the limit: "
         "join what is one idea, or raise MOST_FILES and say why"
     )
-
-
-def test_an_archive_without_git_is_measured_like_a_checkout():
-    assert set(files_of_the_project()) <= set(walked())
 
 
 def functions_of(path: Path) -> list[tuple[str, int]]:

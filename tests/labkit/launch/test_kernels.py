@@ -1,18 +1,15 @@
 """Kernels that are reached through files, and kernels that are forks: what differs is the start."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nbval.kernel
-import psutil
 import pytest
 from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import LocalPortCache
-from processes import all_end, becomes
+from processes import becomes
 
 from labkit.launch.forks import SHARED
 from labkit.launch.kernels import KernelThroughFiles
@@ -131,29 +128,3 @@ def test_a_forked_kernel_can_be_interrupted_goes_on_and_runs_what_is_registered_
     kernel.client.shutdown()
     assert kernel.ends() == 0
     assert (tmp_path / "ended").exists()
-
-
-MANAGER = """
-import sys, time
-from labkit.launch.kernels import KernelThroughFiles
-manager = KernelThroughFiles(kernel_name="python3")
-manager.start_kernel()
-client = manager.client()
-client.start_channels()
-client.wait_for_ready(timeout=300)
-client.execute_interactive("import subprocess")
-client.execute_interactive("one = subprocess.Popen(['sleep', '300'], start_new_session=True)")
-print(manager.provisioner.pid, flush=True)
-time.sleep(300)
-"""
-
-
-def test_when_its_manager_is_killed_a_forked_kernel_ends_with_what_it_started():
-    with subprocess.Popen(
-        [sys.executable, "-c", MANAGER], stdout=subprocess.PIPE, text=True
-    ) as manager:
-        kernel = psutil.Process(int(manager.stdout.readline()))
-        below = [kernel, *kernel.children(recursive=True)]
-        assert len(below) == 2
-        manager.kill()
-        assert all_end(one.pid for one in below)

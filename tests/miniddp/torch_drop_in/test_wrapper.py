@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.checkpoint import checkpoint
 
 from labkit.testing.compare import gradients, largest_difference
 from miniddp import MiniDDP
@@ -29,7 +28,7 @@ from miniddp.manual import average_gradients
 from miniddp.sync_batch_norm import SyncBatchNorm
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.torch_drop_in.keywords import moved_to
-from tests.ddp_models import Branches, TwoHeads, linear, loss_of
+from tests.ddp_models import Branches, TwoHeads, UsedTwice, linear, loss_of
 from tests.ddp_models import rows as inputs
 from tests.on_ranks import on_ranks
 
@@ -125,23 +124,13 @@ def test_strict_reports_what_each_rank_lacked_in_the_step_itself_and_on_every_ra
         assert "rank 1: left.weight, left.bias, never.weight, never.bias" in error
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.shared = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        x = checkpoint(self.shared, self.stem(x), use_reentrant=True)
-        return checkpoint(self.shared, x, use_reentrant=True)
-
-
 @on_ranks(2)
 def test_a_second_gradient_in_one_backward_is_an_error_unless_the_graph_is_static(rank):
-    wrapped = DropIn(Twice())
+    wrapped = DropIn(UsedTwice())
     once_only = "(?s)Expected to mark a variable ready only once.*with name shared\\."
     with pytest.raises(RuntimeError, match=once_only):
         wrapped(inputs(rank)).sum().backward()
-    static, full = DropIn(Twice(), static_graph=True), Twice()
+    static, full = DropIn(UsedTwice(), static_graph=True), UsedTwice()
     full.load_state_dict(static.module.state_dict())
     for step in range(3):
         static.zero_grad()

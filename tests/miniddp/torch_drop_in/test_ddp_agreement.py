@@ -33,10 +33,6 @@ LOCAL_FAULTS: dict[str, tuple[Callable[[], MiniDDP], str]] = {
         lambda: DropIn(linear().requires_grad_(False)),
         "RuntimeError: DistributedDataParallel is not needed",
     ),
-    "no parameters": (
-        lambda: DropIn(nn.ReLU()),
-        "RuntimeError: DistributedDataParallel is not needed",
-    ),
     "uninitialized": (
         lambda: DropIn(nn.Sequential(linear(), nn.LazyLinear(2))),
         "RuntimeError: Modules with uninitialized parameters can't be used",

@@ -146,10 +146,10 @@ class Steps:
     def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Write down what a model that is trained is given, and the buffers of each module."""
         self._keys = {id(parameter): key for parameter, key in self._parameters()}
-        self.state.note_untrained(module, self._keys)
+        self._before_forward(module, args)
+        self.state.note_untrained(module, self._keys)  # the weights with which the forward starts
         if not torch.is_grad_enabled():
             return
-        self._before_forward(module, args)  # from the weights with which the forward starts
         self.state.keep_modules(module)
         trained = [p for p in module.parameters() if id(p) in self._keys]
         if trained:

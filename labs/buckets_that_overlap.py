@@ -108,13 +108,9 @@ def ways(cap: float | None) -> dict[str, Callable[[nn.Module, dist.ProcessGroup]
         "per parameter, overlapped": OverlappedPerParameter,
         "buckets": partial(Bucketed, bucket_cap_mb=cap),
         "buckets, overlapped": partial(BucketedOverlapped, bucket_cap_mb=cap),
-        "MiniDDP": partial(mini_ddp, bucket_cap_mb=cap),
+        "MiniDDP": lambda module, group: MiniDDP(module, process_group=group, bucket_cap_mb=cap),
         DDP: partial(torch_ddp, bucket_cap_mb=cap),
     }
-
-
-def mini_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
-    return MiniDDP(module, process_group=group, **options)
 
 
 class Apart(NamedTuple):

@@ -60,14 +60,9 @@ class WayOutcome(NamedTuple):
     cost: StepCost
 
 
-def replicated(module: nn.Module) -> tuple[nn.Module, Optimizer]:
+def replicated(module: nn.Module, kind: Callable[..., Optimizer]) -> tuple[nn.Module, Optimizer]:
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    return model, SGD(model.parameters(), **MOMENTUM)
-
-
-def zero_1(module: nn.Module) -> tuple[nn.Module, Optimizer]:
-    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    return model, ZeroRedundancyOptimizer(model.parameters(), SGD, **MOMENTUM)
+    return model, kind(model.parameters(), **MOMENTUM)
 
 
 def zero_2(module: nn.Module) -> tuple[nn.Module, Optimizer]:
@@ -82,8 +77,8 @@ def sharded(module: nn.Module, how: Callable, **options: Any) -> tuple[nn.Module
 
 
 WAYS: dict[str, Way] = {
-    "torch DDP": replicated,
-    "ZeRO-1": zero_1,
+    "torch DDP": partial(replicated, kind=SGD),
+    "ZeRO-1": partial(replicated, kind=partial(ZeroRedundancyOptimizer, optimizer_class=SGD)),
     "ZeRO-2": zero_2,
     "fully_shard": partial(sharded, how=fully_shard),
     "fully_shard, kept whole": partial(sharded, how=fully_shard, reshard_after_forward=False),

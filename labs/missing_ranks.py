@@ -63,7 +63,7 @@ def report_missing_ranks() -> Iterator[Callable[[str], None]]:
     attendance = _Attendance(life[0])
     # torchrun ends this rank when another fails, perhaps before the collective notices. It waits
     # until the explanation is printed.
-    before = signal.signal(signal.SIGTERM, attendance.asked_to_end)
+    before = signal.signal(signal.SIGTERM, lambda *_: attendance.asked.set())
     pulse = threading.Thread(target=attendance.beat, daemon=True)
     pulse.start()
     try:
@@ -151,6 +151,3 @@ class _Attendance:
     def look(self) -> dict[int, Sign]:
         texts = self.store.multi_get(self.keys)
         return {rank: Sign(*json.loads(text)) for rank, text in enumerate(texts)}
-
-    def asked_to_end(self, *_: object) -> None:
-        self.asked.set()

@@ -197,6 +197,20 @@ class TwoHeads(nn.Module):
         return getattr(self, head)(self.stem(x))
 
 
+class UsedTwice(nn.Module):
+    """A layer in the middle is called twice, and checkpointed by the reentrant variant."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.shared, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True).tanh()
+        return self.head(x)
+
+
 def linear():
     """The same on every rank."""
     torch.manual_seed(3)

@@ -109,10 +109,6 @@ def test_there_are_not_too_many_files(end):
     )
 
 
-def test_an_archive_without_git_is_measured_like_a_checkout():
-    assert set(files_of_the_project()) <= set(walked())
-
-
 def functions_of(path: Path) -> list[tuple[str, int]]:
     """The name of each function in a file, and the lines of its body without the docstring."""
     found = []

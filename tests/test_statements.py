@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from labkit.launch import RanksTimeoutError, run_ranks
 from labkit.testing import gradient_of, gradients, largest_difference
 from miniddp import MiniDDP
 from miniddp.collectives import differentiable
+from tests.ddp_models import UsedTwice
 from tests.on_ranks import on_ranks
 
 
@@ -67,23 +67,11 @@ def test_a_wrapper_that_was_not_kept_raises_with_these_keywords(rank: int, keywo
         outputs.sum().backward()
 
 
-class _SharedInTheMiddle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for _ in range(2):
-            x = checkpoint(self.shared, x, use_reentrant=True).tanh()
-        return self.head(x)
-
-
 @on_ranks(2)
 def test_a_reentrant_layer_used_twice_is_noticed_in_the_middle_of_a_network(rank: int) -> None:
-    ddp = DistributedDataParallel(_SharedInTheMiddle())
+    ddp = DistributedDataParallel(UsedTwice())
     with pytest.raises(RuntimeError, match="ready only once"):
-        ddp(torch.ones(4, 6) + rank).sum().backward()
+        ddp(torch.ones(4, 3) + rank).sum().backward()
 
 
 def _after_join(rank: int, momentum: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -83,18 +83,6 @@ class ViewsMadeAnew(Reducer):
         self.prepare()
 
 
-# %% check_views right: assigned, and averaged by one call per bucket
-class OneCallPerBucket(Reducer):
-    @torch.no_grad()
-    def finalize(self):
-        for bucket in self.buckets:
-            bucket.work.wait()
-            for number, parameter in enumerate(bucket.parameters):
-                parameter.grad = bucket.views[number]
-            bucket.missing = len(bucket.parameters)
-        self.order, self.launched = [], 0
-
-
 # %% check_views wrong: copies of the views
 # parameter.grad = view → parameter.grad = view.clone()
 

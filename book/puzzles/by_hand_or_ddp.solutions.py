@@ -25,15 +25,6 @@ def by_wrapping(model):
     DistributedDataParallel(model)
 
 
-# %% check_start right: gathered from all ranks, and the first one taken
-@torch.no_grad()
-def gathered(model):
-    for tensor in [*model.parameters(), *model.buffers()]:
-        of_ranks = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(of_ranks, tensor)
-        tensor.copy_(of_ranks[0])
-
-
 # %% check_start wrong: the same seed, drawn again
 def drawn_again(model):
     torch.manual_seed(0)

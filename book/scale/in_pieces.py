@@ -18,6 +18,7 @@ from labkit.book import figures
 from labkit.book.figures import RANKS, TRUTH, use
 from labkit.profiling.step_cost import step_cost
 from labkit.scenarios.own_classes import draw_batch, held_out_loss, seeded_classifier
+from labkit.testing.compare import weights
 
 CHUNK = 64  # steps between two evaluations; every H of the chapter divides it
 
@@ -110,12 +111,7 @@ def train_on_ranks(
             batches = [draw_batch(rank, world_size, step, own) for step in steps]
             train(model, stepping, batches, every)
             losses.append(held_out_loss(model))
-    return {"losses": losses, "bytes": sent, "weights": weights_of(model)}
-
-
-def weights_of(model: nn.Module) -> list[Tensor]:
-    """A copy of the weights."""
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return {"losses": losses, "bytes": sent, "weights": weights(model)}
 
 
 def four_rounds(

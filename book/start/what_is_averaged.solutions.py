@@ -70,9 +70,7 @@ def by_the_mean_count(outputs, targets):
 
 
 # %% check_shares wrong: the number of samples is written into the code
-def made_for_eight(outputs, targets):
-    squares = (outputs - targets).square()
-    return squares.sum() * dist.get_world_size() / len(inputs)
+# int(sum(counts)) → len(inputs)
 
 
 # %% check_shares wrong: it takes the targets away

@@ -195,10 +195,6 @@ def clip(a: Tensor, b: Tensor, own: Sequence[int] = ALL) -> Tensor:
     return sum(rows) / 2
 
 
-def clip_all(a: Tensor, b: Tensor, own: Sequence[int]) -> Tensor:
-    return clip(only(a, own), only(b, own))
-
-
 def clip_rows(a: Tensor, b: Tensor, own: Sequence[int]) -> Tensor:
     """Both views of other samples come without gradient."""
     targets = torch.tensor(own)
@@ -237,7 +233,7 @@ def dice(a: Tensor, b: Tensor, own: Sequence[int]) -> Tensor:
 
 
 PAIRS: dict[str, Callable[[Tensor, Tensor, Sequence[int]], Tensor]] = {
-    "open-clip": clip_all,
+    "open-clip": lambda a, b, own: clip(only(a, own), only(b, own)),
     "open-clip-local": clip_rows,
     "monai-dice-batch": dice,
     "metric-learning-efficient": nt_xent,

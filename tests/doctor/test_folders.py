@@ -40,20 +40,14 @@ PLANTED = [
 ]
 
 
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The system's temporary folder, for one rank of a launch."""
+@pytest.mark.parametrize(("plant", "said"), PLANTED)
+def test_a_certificates_folder_that_was_planted_is_refused(
+    plant: Callable[[Path], None], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "run"}
     for name, value in launch.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
-
-
-@pytest.mark.parametrize(("plant", "said"), PLANTED)
-def test_a_certificates_folder_that_was_planted_is_refused(
-    plant: Callable[[Path], None], said: str, temporary: Path
-) -> None:
     with common_folder() as folder:
         pass
     folder.rmdir()

@@ -11,22 +11,6 @@ from ddp_doctor.facts import journal
 from ddp_doctor.facts.journal import Journal, read, write_whole
 
 
-def test_what_was_written_is_read_back_in_order(tmp_path: Path) -> None:
-    one = Journal(tmp_path)
-    for number in range(5):
-        one.write("batch", iterator=number)
-    one.steps = 3
-    one.set_status("all_reduce of shape [4] at train.py:7")
-    journals = read(tmp_path)
-    assert [fact["iterator"] for fact in journals[0].facts["batch"]] == list(range(5))
-    assert journals[0].status is not None
-    assert (journals[0].status.steps, journals[0].status.doing) == (
-        3,
-        "all_reduce of shape [4] at train.py:7",
-    )
-    assert not journals[0].status.ended
-
-
 def test_a_journal_never_grows_beyond_its_bound_and_still_takes_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +45,7 @@ def test_a_forked_child_writes_nothing_into_its_parents_journal(tmp_path: Path) 
     assert [json.loads(line)["kind"] for line in text.splitlines()] == ["parent"]
 
 
-def test_a_script_that_closes_all_descriptors_keeps_its_own_files_as_they_are(
+def test_a_script_may_close_all_descriptors_and_what_was_written_is_read_back_in_order(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -70,14 +54,18 @@ def test_a_script_that_closes_all_descriptors_keeps_its_own_files_as_they_are(
         one = Journal(tmp_path / "run")
         os.closerange(3, 4096)
         files = [os.open(tmp_path / f"own{n}", os.O_CREAT | os.O_RDWR) for n in range(64)]
-        one.write("batch", iterator=1)
-        one.set_status("all_reduce")
+        for number in range(5):
+            one.write("batch", iterator=number)
+        one.steps = 3
+        one.set_status("all_reduce of shape [4] at train.py:7")
         os._exit(sum(os.fstat(file).st_size for file in files) > 0)
     assert os.waitpid(child, 0)[1] == 0, "the journal wrote into the script's own files"
     (journal_of_child,) = read(tmp_path / "run")
-    assert journal_of_child.facts["batch"] == [{"iterator": 1}]
-    assert journal_of_child.status is not None
-    assert journal_of_child.status.doing == "all_reduce"
+    assert journal_of_child.facts["batch"] == [{"iterator": number} for number in range(5)]
+    now = journal_of_child.status
+    assert now is not None
+    assert (now.steps, now.doing) == (3, "all_reduce of shape [4] at train.py:7")
+    assert not now.ended
 
 
 def test_a_file_that_does_not_fit_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -101,17 +100,13 @@ def test_one_line_in_a_notebook_cell_reports_below_the_cell_that_trains(tmp_path
         resources=resources,
         kernel_manager_class=AsyncKernelThroughFiles,
     ).execute(env=ENVIRONMENT)
-    shown = [_text(each) for each in notebook.cells]
+    shown = ["".join(one.get("text", "") for one in cell["outputs"]) for cell in notebook.cells]
     assert shown[0] == shown[1] == ""
     assert "1 of 1 ranks, 2 optimizer steps" in shown[2]
     assert "loss_not_divided_by_accumulation" in shown[2]
     assert "<cell>:3" in shown[2]
     assert shown[3] == "torch._tensor\n"  # one report only; torch is as it was
     assert (tmp_path / "ddp-doctor" / "report.txt").exists()
-
-
-def _text(cell: Any) -> str:
-    return "".join(each.get("text", "") for each in cell["outputs"])
 
 
 def test_the_port_of_a_launch_goes_to_nobody_else_and_torchs_store_can_listen_on_it() -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,15 +99,9 @@ def test_a_run_with_the_address_and_id_of_an_earlier_one_does_not_read_that_ones
     age(tmp_path, 120)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: None)
     monkeypatch.setattr("atexit.register", lambda _: None)
-    watcher.start_watcher(FakeSession(tmp_path))  # type: ignore[arg-type]
+    session = SimpleNamespace(options=Options(), run_folder=tmp_path)
+    watcher.start_watcher(session)  # type: ignore[arg-type]
     assert names(tmp_path) == set()
-
-
-class FakeSession:
-    options = Options()
-
-    def __init__(self, run: Path) -> None:
-        self.run_folder = run
 
 
 def test_what_may_be_a_rank_of_this_run_is_never_removed(

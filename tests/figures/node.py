@@ -42,13 +42,10 @@ def call(figure: str, function: str, cases: Iterable[tuple[Any, ...]]) -> list[A
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    results = [_read(line) for line in done.stdout.splitlines()]
+    said = (json.loads(line, object_hook=_plain) for line in done.stdout.splitlines())
+    results = [one.get("result") for one in said]
     assert len(results) == len(lines)
     return results
-
-
-def _read(line: str) -> Any:
-    return json.loads(line, object_hook=_plain).get("result")
 
 
 def _plain(value: dict[str, Any]) -> Any:

@@ -58,13 +58,14 @@ def in_python(backward: dict[str, Any], choices: dict[str, Any]) -> dict[str, An
     link, ranks = Link.of(choices["gbit"], choices["latency"]), choices["w"]
     step = simulate_ring(computed, plan, link, ranks, choices["overlap"])
     busy = sum(done - begun for _, begun, done in step.sent)
+    pauses = (k for k in range(1, len(step.sent)) if step.sent[k][0] > step.sent[k - 1][2])
     return {
         "ready": list(ready),
         "plan": plan,
         "sent": [list(one) for one in step.sent],
         "bytes": [sum(nbytes[place] for place in bucket) for bucket in plan],
         "end": step.end,
-        "critical": step.critical_bucket,
+        "critical": max(pauses, default=0),  # the link then works until the end
         "exposed": step.exposed,
         "limit": limit_of_ring(computed, link, ranks),
         "flat": simulate_ring(computed, everything, link, ranks, overlap=False).end,

@@ -47,12 +47,12 @@ def near(found: list, wanted: Tensor) -> bool:
     return torch.allclose(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-def model() -> nn.Linear:
-    """a·x + b with the starting weights of the figure."""
+def model(a: float = 0.5, b: float = 2.0) -> nn.Linear:
+    """a·x + b, by default with the starting weights of the figure."""
     linear = nn.Linear(1, 1, dtype=torch.float64)
     with torch.no_grad():
-        linear.weight.fill_(0.5)
-        linear.bias.fill_(2.0)
+        linear.weight.fill_(a)
+        linear.bias.fill_(b)
     return linear
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from figures.test_one_step_logic import flat_gradient, model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,21 +20,8 @@ from labkit.book.row_and_diagonal import (
     weights,
 )
 from labkit.launch import project_root, run_ranks
-from labkit.testing.compare import gradients, ratio_and_cosine
+from labkit.testing.compare import ratio_and_cosine
 from miniddp.extras.comm_hooks import total
-
-
-def model() -> nn.Linear:
-    """a·x + b with the weights of the figure."""
-    linear = nn.Linear(1, 1, dtype=torch.float64)
-    with torch.no_grad():
-        linear.weight.fill_(WEIGHTS[0])
-        linear.bias.fill_(WEIGHTS[1])
-    return linear
-
-
-def flat(network: nn.Module) -> Tensor:
-    return torch.cat([one.view(-1) for one in gradients(network)])
 
 
 def losses_of(network: nn.Module, samples: Tensor) -> Tensor:
@@ -45,7 +33,7 @@ def stepped(rank: int, states: list[State]) -> list[Tensor]:
     """For each state with this number of ranks: what this rank's optimizer gets."""
     found = []
     for state in states:
-        ddp = DistributedDataParallel(model())
+        ddp = DistributedDataParallel(model(*WEIGHTS))
         if state.combined == "sum":
             ddp.register_comm_hook(None, total)
         own = torch.tensor(SAMPLES).split(state.counts)[rank]
@@ -53,15 +41,15 @@ def stepped(rank: int, states: list[State]) -> list[Tensor]:
         # The text in the figure is the code.
         names = {"losses": losses, "N": len(SAMPLES), "W": dist.get_world_size()}
         eval(state.loss, names).backward()
-        found.append(flat(ddp.module))
+        found.append(flat_gradient(ddp.module))
     return found
 
 
 def whole() -> Tensor:
     """The gradient of one process with all samples."""
-    one = model()
+    one = model(*WEIGHTS)
     losses_of(one, torch.tensor(SAMPLES)).mean().backward()
-    return flat(one)
+    return flat_gradient(one)
 
 
 def test_the_gradient_of_one_process_is_autograds():
@@ -86,7 +74,7 @@ def test_adam_steps_with_the_sum_as_with_the_average_and_sgd_does_not():
     moved = {}
     for optimizer in (torch.optim.SGD, torch.optim.Adam):
         for name, found in (("sum", shown), ("right", whole().tolist())):
-            network = model()
+            network = model(*WEIGHTS)
             for parameter, value in zip(network.parameters(), found, strict=True):
                 parameter.grad = torch.full_like(parameter, value)
             before = [one.detach().clone() for one in network.parameters()]

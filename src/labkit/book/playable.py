@@ -47,7 +47,8 @@ class PlayableDirective(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         name, state = self.arguments[0], self.options.get("state", "")
         folder = Path(self.env.srcdir) / FOLDER
-        missing = [path for path in _files(name, state) if not (folder / path).is_file()]
+        files = [*scripts(name), "figure.css", still(name, state)]
+        missing = [path for path in files if not (folder / path).is_file()]
         if missing:
             needed = ", ".join(str(FOLDER / path) for path in missing)
             raise self.error(f"the figure {name!r} needs {needed}")
@@ -72,10 +73,6 @@ def still(name: str, state: str = "") -> str:
     """The still picture of a figure in a state that it starts with, below `FOLDER`."""
     words = "-".join([name, *re.findall(r"\w+", state)])
     return f"still/{words}.svg"
-
-
-def _files(name: str, state: str) -> list[str]:
-    return [*scripts(name), "figure.css", still(name, state)]
 
 
 def description(picture: Path) -> str:

@@ -93,7 +93,7 @@ def run_script(
     run: Callable[..., subprocess.CompletedProcess[str]] = run_guarded
     if ranks is None and preload:
         run = functools.partial(run_forked, server_with(*preload), as_script)
-    elif ranks is None and is_shared() and _uses_lightning(root / script):
+    elif ranks is None and is_shared() and _IMPORTS.search((root / script).read_text("utf-8")):
         run = functools.partial(run_forked, _LIGHTNING, _run_with_lightning)
     elif ranks is None:
         words = [sys.executable, *words]
@@ -118,10 +118,6 @@ def run_script(
         ends = "\n".join("\n".join(lines[-30:]) for lines in own)
         raise ScriptError(f"{script} {end}:\n{ends}", "".join(said), code)
     return _NOISE.sub("", said[0]).strip("\n")
-
-
-def _uses_lightning(script: Path) -> bool:
-    return bool(_IMPORTS.search(script.read_text("utf-8")))
 
 
 def _run_with_lightning(words: list[str]) -> None:

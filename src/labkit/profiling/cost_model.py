@@ -161,17 +161,6 @@ class SimulatedStep(NamedTuple):
         """The seconds from the last gradient to the end of the step."""
         return self.end - self.compute_end
 
-    @property
-    def critical_bucket(self) -> int:
-        """The bucket from which on the link works without a pause until the end.
-
-        The step gets shorter only if the computing before its launch does, or what is sent after.
-        """
-        first = len(self.sent) - 1
-        while first > 0 and self.sent[first][0] <= self.sent[first - 1][2]:
-            first -= 1
-        return first
-
 
 def simulate(
     backward: Backward,

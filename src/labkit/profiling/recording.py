@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
@@ -190,7 +191,7 @@ class Recorder(WrappedGroup):
         ]
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                hook = self._noting(name)
+                hook = partial(self._gradient_is_ready, name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     @property
@@ -236,13 +237,10 @@ class Recorder(WrappedGroup):
             threading.Thread(target=under_way.wait_for, args=(work,), daemon=True).start()
         return work
 
-    def _noting(self, name: str) -> Callable[[Tensor], None]:
-        def gradient_is_ready(parameter: Tensor) -> None:
-            if self._running is not None:
-                gradient = Gradient(name, bytes_of([parameter]), time.perf_counter())
-                self._running.gradients.append(gradient)
-
-        return gradient_is_ready
+    def _gradient_is_ready(self, name: str, parameter: Tensor) -> None:
+        if self._running is not None:
+            gradient = Gradient(name, bytes_of([parameter]), time.perf_counter())
+            self._running.gradients.append(gradient)
 
     def _forward_begins(self, module: nn.Module, inputs: Any) -> None:
         if self._running is not None:

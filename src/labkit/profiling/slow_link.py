@@ -115,10 +115,6 @@ class SlowLink(WrappedGroup):
         wire.start()
         self.close = weakref.finalize(self, _stop, self._deliveries, wire, self._log)
 
-    def seconds(self, op: str, nbytes: int) -> float:
-        """The cost of one collective on this link; see `link_seconds`."""
-        return link_seconds(op, nbytes, self.size(), self.link)
-
     def pass_on(self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]) -> Any:
         if elsewhere := [tensor.device for tensor in tensors if tensor.device.type != "cpu"]:
             raise NotImplementedError(
@@ -127,7 +123,7 @@ class SlowLink(WrappedGroup):
             )
         if not self.close.alive:
             raise RuntimeError("this slow link is closed; create another")
-        seconds = self.seconds(op, bytes_of(tensors))
+        seconds = link_seconds(op, bytes_of(tensors), self.size(), self.link)
         self._log.write(_TIME.pack(time.perf_counter()))
         number, self.launches = self.launches, self.launches + 1
         delivery = _Delivery(number, launch(), seconds, Future())

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from labkit.book.figures import RANKS, TRUTH, WRONG
-from labkit.profiling.recording import Collective, RankRecording, Recording
+from labkit.profiling.recording import RankRecording, Recording
 
 _MS = 1e3
 _FORWARD = "#C9CED3"
@@ -79,16 +79,16 @@ def _draw_collectives(axes: Axes, one: RankRecording, y: float, width: float) ->
     for collective in one.collectives:
         begin = min(max(collective.launched, before), collective.done)
         before = max(before, collective.done)
-        color = _color(collective)
+        number = collective.bucket
+        color = _OTHER if number is None else RANKS[number % len(RANKS)]
         launched, left = collective.launched * _MS, begin * _MS
         length = (collective.done - begin) * _MS
         axes.hlines(y - _HEIGHT / 2 - 0.06, launched, left, color=color, linewidth=1.5)
         axes.vlines(launched, y - _HEIGHT / 2 - 0.06, y + _HEIGHT / 2, color=color, linewidth=1)
         axes.barh(y, length, left=left, height=_HEIGHT, color=color, edgecolor="white", lw=0.6)
-        for label in (f"{collective.bucket}: {_size(collective.bytes)}", f"{collective.bucket}"):
-            if collective.bucket is not None and length > len(label) * _LETTER * width:
-                place = left + length / 2
-                ink = _INK[collective.bucket % len(RANKS)]
+        for label in (f"{number}: {_size(collective.bytes)}", f"{number}"):
+            if number is not None and length > len(label) * _LETTER * width:
+                place, ink = left + length / 2, _INK[number % len(RANKS)]
                 axes.text(place, y, label, ha="center", va="center", fontsize=8, color=ink)
                 break
 
@@ -104,10 +104,6 @@ def _draw_exposed(axes: Axes, one: RankRecording, y: float) -> None:
     style = {"va": "center", "fontsize": 9, "color": WRONG, "textcoords": "offset points"}
     text = f"exposed {one.exposed_seconds() * _MS:.1f} ms"
     axes.annotate(text, (backward_ends, y - 0.8), xytext=(5, 0), **style)
-
-
-def _color(collective: Collective) -> str:
-    return _OTHER if collective.bucket is None else RANKS[collective.bucket % len(RANKS)]
 
 
 def _size(nbytes: int) -> str:

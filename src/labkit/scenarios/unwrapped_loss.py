@@ -14,7 +14,7 @@ for Philox; aten/src/ATen/native/cuda/DistributionTemplates.h in PyTorch, for th
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 Fix = Literal["none", "all-reduce", "wrapper", "prepared"]
-Draw = Callable[[Sequence[int], int], Tensor]
 
 # While there are no more elements than threads, element i is the first number of thread i. Beyond
 # that it depends on the GPU. One multiprocessor holds at least this many threads.
@@ -115,7 +114,6 @@ def trajectory(
     steps: int = 5,
     seed: int = SEED,
     device: torch.device | str = "cpu",
-    draw: Draw = randn,
 ) -> list[BypassedStep]:
     """Train the toy on the two ranks of the default process group; the same result on both.
 
@@ -129,7 +127,6 @@ def trajectory(
         steps: the number of steps.
         seed: the model's, for the CPU's generator.
         device: where this rank trains.
-        draw: `draw(shape, seed)` gives the data's random numbers, as a GPU draws them.
     """
     rank = dist.get_rank()
     torch.manual_seed(seed)
@@ -138,7 +135,7 @@ def trajectory(
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     taken = []
     for step in range(steps):
-        x, y = (t.to(device) for t in draw_inputs_and_targets(rank, step, draw))
+        x, y = (t.to(device) for t in draw_inputs_and_targets(rank, step))
         optimizer.zero_grad()
         backward_with_fix(wrapper, x, y, fix)
         gradient = module.weight.grad.flatten()[0].clone()
@@ -149,9 +146,9 @@ def trajectory(
     return taken
 
 
-def draw_inputs_and_targets(rank: int, step: int, draw: Draw = randn) -> tuple[Tensor, Tensor]:
+def draw_inputs_and_targets(rank: int, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, each float32 (4, 4): inputs differ between ranks, targets do not."""
-    return draw((4, 4), 1000 + step) * 0.5 + rank, draw((4, 4), step)
+    return randn((4, 4), 1000 + step) * 0.5 + rank, randn((4, 4), step)
 
 
 def backward_with_fix(wrapper: DistributedDataParallel, x: Tensor, y: Tensor, fix: Fix) -> None:
@@ -161,14 +158,9 @@ def backward_with_fix(wrapper: DistributedDataParallel, x: Tensor, y: Tensor, fi
     model = wrapper if fix == "wrapper" else wrapper.module
     ((model(x) - y) ** 2).mean().backward()
     if fix == "all-reduce":
-        all_reduce_existing_gradients(wrapper.module)
-
-
-def all_reduce_existing_gradients(module: nn.Module) -> None:
-    """The pull request's fix, unchanged: it hangs if a gradient is missing on one rank only."""
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        for parameter in wrapper.module.parameters():
+            if parameter.grad is not None:  # hangs if a gradient is missing on one rank only
+                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
 
 
 def _gather(tensor: Tensor) -> list[Tensor]:

@@ -3,19 +3,9 @@
 import re
 
 import pytest
-from figures.node import call
+from figures.test_memory_and_traffic_of_torch import shown
 
 NAME = "memory_and_traffic"
-START = {
-    "parameters": 7_500_000_000,
-    "ranks": 64,
-    "precision": "bf16",
-    "optimizer": "adam",
-    "bucketViews": True,
-    "freeWeights": True,
-    "shardRanks": 8,
-    "every": 16,
-}
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 
 
@@ -27,9 +17,8 @@ def stated_bytes(text: str) -> tuple[float, float]:
 
 
 def wanted_bytes(strategy: str, **changed: object):
-    case = [({**START, **changed}, strategy)]
-    found = (call("memory_and_traffic", name, case)[0]["total"] for name in ("memory", "traffic"))
-    return pytest.approx(tuple(found), rel=5e-3)
+    found = shown(strategy, **{"shardRanks": 8, "every": 16, **changed})
+    return pytest.approx(tuple(one["total"] for one in found), rel=5e-3)
 
 
 def test_keys_and_choices_change_the_stated_bytes(open_figure):

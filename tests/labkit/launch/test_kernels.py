@@ -1,35 +1,25 @@
 """Kernels that are reached through files, and kernels that are forks: what differs is the start."""
 
+import contextlib
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nbval.kernel
-import psutil
-import pytest
 from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import LocalPortCache
-from processes import all_end, becomes
+from processes import becomes
 
 from labkit.launch.forks import SHARED
 from labkit.launch.kernels import KernelThroughFiles
 from labkit.launch.popen import ForkedPopen
 
 
-@pytest.fixture
-def every_port_is_taken(monkeypatch):
+def test_two_kernels_of_nbval_in_one_folder_need_no_port(monkeypatch, tmp_path):
     def taken(self, address):
         raise AssertionError("a port was drawn, which somebody else can take before it is used")
 
     monkeypatch.setattr(LocalPortCache, "find_available_port", taken)
-
-
-def test_two_kernels_of_nbval_in_one_folder_need_no_port(
-    every_port_is_taken, monkeypatch, tmp_path
-):
     monkeypatch.setattr(nbval.kernel, "KernelManager", KernelThroughFiles)
     kernels = [nbval.kernel.RunningKernel("python3", cwd=str(tmp_path)) for _ in range(2)]
     places = [Path(kernel.kc.connection_file) for kernel in kernels]
@@ -69,17 +59,9 @@ class Running:
         assert not self.manager.is_alive()
         return process.returncode
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
-
-
-@pytest.fixture
-def kernel(tmp_path: Path) -> Iterator[Running]:
-    kernel = Running(tmp_path)
-    assert isinstance(kernel.manager.provisioner.process, ForkedPopen)
-    yield kernel
-    kernel.stop()
 
 
 STATE = """dict(
@@ -104,56 +86,29 @@ def test_a_forked_kernel_has_the_state_of_a_new_one(tmp_path, monkeypatch):
     for shared in (True, False):
         if not shared:
             monkeypatch.delenv(SHARED)  # a new interpreter
-        kernel = Running(tmp_path)
-        try:
+        with contextlib.closing(Running(tmp_path)) as kernel:
             assert isinstance(kernel.manager.provisioner.process, ForkedPopen) == shared
             states.append(kernel.value(STATE))
-        finally:
-            kernel.stop()
     assert states[0] == states[1]
     assert states[0]["main"]
     assert states[0]["folder"] == str(tmp_path)
 
 
 def test_a_forked_kernel_can_be_interrupted_goes_on_and_runs_what_is_registered_for_its_exit(
-    kernel, tmp_path
+    tmp_path,
 ):
-    message = kernel.client.execute(
-        "import pathlib, time; pathlib.Path('began').touch(); time.sleep(300)"
-    )
-    assert becomes((tmp_path / "began").exists)
-    kernel.manager.interrupt_kernel()
-    reply = kernel.client._recv_reply(message, timeout=60)
-    assert reply["content"]["ename"] == "KeyboardInterrupt"
-    assert kernel.value("1 + 1") == 2
-    code = "import atexit, pathlib; atexit.register(pathlib.Path('ended').touch)"
-    kernel.client.execute_interactive(code, timeout=300)
-    kernel.client.shutdown()
-    assert kernel.ends() == 0
+    with contextlib.closing(Running(tmp_path)) as kernel:
+        assert isinstance(kernel.manager.provisioner.process, ForkedPopen)
+        message = kernel.client.execute(
+            "import pathlib, time; pathlib.Path('began').touch(); time.sleep(300)"
+        )
+        assert becomes((tmp_path / "began").exists)
+        kernel.manager.interrupt_kernel()
+        reply = kernel.client._recv_reply(message, timeout=60)
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
+        assert kernel.value("1 + 1") == 2
+        code = "import atexit, pathlib; atexit.register(pathlib.Path('ended').touch)"
+        kernel.client.execute_interactive(code, timeout=300)
+        kernel.client.shutdown()
+        assert kernel.ends() == 0
     assert (tmp_path / "ended").exists()
-
-
-MANAGER = """
-import sys, time
-from labkit.launch.kernels import KernelThroughFiles
-manager = KernelThroughFiles(kernel_name="python3")
-manager.start_kernel()
-client = manager.client()
-client.start_channels()
-client.wait_for_ready(timeout=300)
-client.execute_interactive("import subprocess")
-client.execute_interactive("one = subprocess.Popen(['sleep', '300'], start_new_session=True)")
-print(manager.provisioner.pid, flush=True)
-time.sleep(300)
-"""
-
-
-def test_when_its_manager_is_killed_a_forked_kernel_ends_with_what_it_started():
-    with subprocess.Popen(
-        [sys.executable, "-c", MANAGER], stdout=subprocess.PIPE, text=True
-    ) as manager:
-        kernel = psutil.Process(int(manager.stdout.readline()))
-        below = [kernel, *kernel.children(recursive=True)]
-        assert len(below) == 2
-        manager.kill()
-        assert all_end(one.pid for one in below)

@@ -141,13 +141,14 @@ with forked(in_a_fork.start_others) as connection:
     askers = [asks(program, stdin=subprocess.PIPE) for _ in range(2)]
     assert [asker.stdout.readline() for asker in askers] == ["started\n"] * 2
     # In each: the supervisor, its fork, and a program in a session of its own.
-    assert len(shared.children(recursive=True)) == 6
+    below = shared.children(recursive=True)
+    assert len(below) == 6
     askers[0].kill()
     askers[0].wait()
     assert becomes(lambda: len(shared.children(recursive=True)) <= 3)
     askers[1].kill()
     askers[1].wait()
-    assert nothing_runs_below(shared)
+    assert all_end(one.pid for one in below)
     assert asks("with forked(in_a_fork.double, 1) as c: c.recv()").wait(300) == 0
 
 

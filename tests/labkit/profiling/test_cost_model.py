@@ -81,9 +81,8 @@ def test_a_plan_that_is_not_of_this_backward_is_refused(plan):
 def test_a_bucket_waits_for_its_gradients_for_its_turn_and_for_the_link():
     step = simulate(THREE, EACH, slow)
     assert step.sent == ((1.0, 1.0, 2.5), (2.0, 2.5, 4.0), (4.0, 4.0, 5.5))
-    assert (step.exposed, step.critical_bucket) == (1.5, 0)
+    assert step.exposed == 1.5
     assert simulate(THREE, [[2], [0, 1]], slow).sent[1][0] == 4.0
-    assert simulate(THREE, EACH, lambda nbytes: 0.3).critical_bucket == 2
     flat = simulate(THREE, FLAT, slow)
     assert (flat.sent, flat.compute_end, flat.exposed) == (((4.0, 4.0, 7.5),), 4.0, 3.5)
     assert simulate(THREE, EACH, slow, overlap=False).end == pytest.approx(4 + 3 * 1.5)

@@ -37,7 +37,7 @@ def timed(rank, world_size, repeats):
     The link takes so much longer than gloo that a busy machine hardly counts.
     """
     link = SlowLink(gbit_per_s=0.0032, latency_us=1000)  # 0.4 MB/s
-    seconds = link.seconds("all_reduce", MB // 5)
+    seconds = link_seconds("all_reduce", MB // 5, world_size, link.link)
     times = []
     for _ in range(repeats):
         x, y = torch.full((MB // 20,), float(rank)), torch.full((MB // 20,), rank + 1.0)

@@ -24,8 +24,8 @@ def error_of(act: Callable[[], object]) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def two_kinds_of_devices() -> nn.Module:
-    return nn.Sequential(linear(), nn.Linear(2, 2, device="meta"))
+def on_devices(*devices: str) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(2, 2, device=device) for device in devices))
 
 
 LOCAL_FAULTS: dict[str, tuple[Callable[[], MiniDDP], str]] = {
@@ -33,16 +33,12 @@ LOCAL_FAULTS: dict[str, tuple[Callable[[], MiniDDP], str]] = {
         lambda: DropIn(linear().requires_grad_(False)),
         "RuntimeError: DistributedDataParallel is not needed",
     ),
-    "no parameters": (
-        lambda: DropIn(nn.ReLU()),
-        "RuntimeError: DistributedDataParallel is not needed",
-    ),
     "uninitialized": (
         lambda: DropIn(nn.Sequential(linear(), nn.LazyLinear(2))),
         "RuntimeError: Modules with uninitialized parameters can't be used",
     ),
     "two kinds of devices": (
-        lambda: DropIn(two_kinds_of_devices()),
+        lambda: DropIn(on_devices("cpu", "meta")),
         "ValueError: MiniDDP's input module must be on the same type of devices",
     ),
     "a cap that is negative": (
@@ -125,10 +121,6 @@ def test_a_setting_that_differs_is_named_with_its_values_and_ranks_on_every_rank
 
 def layers(count: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
-
-
-def on_devices(*devices: str) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(2, 2, device=device) for device in devices))
 
 
 # What a rank wraps that is on rank 1 or not, what every rank says of it, and what none says.

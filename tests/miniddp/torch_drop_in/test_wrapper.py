@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.checkpoint import checkpoint
 
 from labkit.testing.compare import gradients, largest_difference
 from miniddp import MiniDDP
 from miniddp.data_parallel import gather
+from miniddp.extras.comm_hooks import total
 from miniddp.ladder import RUNGS, Flat
 from miniddp.losses import global_mean
 from miniddp.manual import average_gradients
 from miniddp.sync_batch_norm import SyncBatchNorm
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.torch_drop_in.keywords import moved_to
-from tests.ddp_models import Branches, TwoHeads, linear, loss_of
+from tests.ddp_models import Branches, TwoHeads, UsedTwice, linear, loss_of
 from tests.ddp_models import rows as inputs
 from tests.on_ranks import on_ranks
 
@@ -125,23 +125,13 @@ def test_strict_reports_what_each_rank_lacked_in_the_step_itself_and_on_every_ra
         assert "rank 1: left.weight, left.bias, never.weight, never.bias" in error
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.shared = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        x = checkpoint(self.shared, self.stem(x), use_reentrant=True)
-        return checkpoint(self.shared, x, use_reentrant=True)
-
-
 @on_ranks(2)
 def test_a_second_gradient_in_one_backward_is_an_error_unless_the_graph_is_static(rank):
-    wrapped = DropIn(Twice())
+    wrapped = DropIn(UsedTwice())
     once_only = "(?s)Expected to mark a variable ready only once.*with name shared\\."
     with pytest.raises(RuntimeError, match=once_only):
         wrapped(inputs(rank)).sum().backward()
-    static, full = DropIn(Twice(), static_graph=True), Twice()
+    static, full = DropIn(UsedTwice(), static_graph=True), UsedTwice()
     full.load_state_dict(static.module.state_dict())
     for step in range(3):
         static.zero_grad()
@@ -266,11 +256,6 @@ def test_after_a_comm_hooks_future_has_failed_the_next_step_is_right(rank):
     ddp(inputs(rank), "b").sum().backward()
     assert ddp.module.a.weight.grad is None
     torch.testing.assert_close(ddp.module.b.weight.grad, right)
-
-
-def total(state, bucket):
-    summed = dist.all_reduce(bucket.buffer(), async_op=True)
-    return summed.get_future().then(lambda done: done.value()[0])
 
 
 @on_ranks(2)
